@@ -13,13 +13,15 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data.loader import BATCHES_AHEAD, TrainLoader
 from dlr_pretrain.data.sources import open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.data.tokens import tokenised_once
 
 
 def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
     """Each quantity: name, unit, the values of the rounds, and the same by processor time. A round takes ``tokens``
     real tokens; the resumes are where the last one ended."""
-    source = open_source(cfg, print)
-    tokenizer = open_tokenizer(cfg, source)
+    text = open_source(cfg, print)
+    tokenizer = open_tokenizer(cfg, text)
+    source = tokenised_once(text, tokenizer, cfg.num_streams, print)
     by_clock, by_processor, resumed = [], [], []
     with closing(TrainLoader(cfg, source, tokenizer, 0, 1, None)) as batches:
         for _ in range(rounds):
@@ -35,7 +37,7 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
     yield {"name": name, "unit": "M real tokens/s", "values": by_clock, "processor": by_processor}
     for _ in range(rounds):
         start = time.perf_counter()
-        with closing(TrainLoader(cfg, open_source(cfg), tokenizer, 0, 1, batch.state)) as batches:
+        with closing(TrainLoader(cfg, source, tokenizer, 0, 1, batch.state)) as batches:
             next(batches)
         resumed.append(time.perf_counter() - start)
     yield {"name": "resume, to the first batch", "unit": "s", "values": resumed}

@@ -22,6 +22,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank would wait for its parent's compile threads
 
+# Not the user's: what tests keep there is of files that are gone.
+os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"dlr_pretrain-tests-{os.getuid()}")
+
 import pytest
 import sentencepiece
 

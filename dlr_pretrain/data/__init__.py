@@ -2,8 +2,10 @@
 
 from dlr_pretrain.data.loader import Batch, TrainLoader, ValidationSet, validation_set
 from dlr_pretrain.data.sources import Source, open_source
-from dlr_pretrain.data.streams import ORDER_VERSION, inputs_and_targets
+from dlr_pretrain.data.streams import inputs_and_targets
 from dlr_pretrain.data.tokenizer import Tokenizer, embedding_rows, load_tokenizer, open_tokenizer
+from dlr_pretrain.data.tokens import tokenised_once
 
-__all__ = ["ORDER_VERSION", "Batch", "Source", "Tokenizer", "TrainLoader", "ValidationSet", "embedding_rows",
-           "inputs_and_targets", "load_tokenizer", "open_source", "open_tokenizer", "validation_set"]  # fmt: skip
+__all__ = ["Batch", "Source", "Tokenizer", "TrainLoader", "ValidationSet", "embedding_rows",
+           "inputs_and_targets", "load_tokenizer", "open_source", "open_tokenizer", "tokenised_once",
+           "validation_set"]  # fmt: skip

@@ -1,9 +1,7 @@
 """Documents as tokens, in the blocks inside which they are shuffled.
 
-A block is a run of consecutive rows of a shard (or of every m-th row). It ends with the row that brings it to
-``BLOCK_DOCUMENTS`` rows or ``BLOCK_CHARACTERS`` characters. Characters are counted because text is tokenised only when
-it is used, so the number of tokens is unknown when a block ends. Pre-tokenised shards store the number of characters of
-each text, so they have the same blocks. A row is a document, unless it is left out (held out, or bad).
+Of text, a block is a run of rows. It ends with the row that brings it to ``BLOCK_DOCUMENTS`` rows or
+``BLOCK_CHARACTERS`` characters: each stream holds a block in memory, and tokenises its texts when they are used.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy as np
 from dlr_pretrain.data.tokenizer import Tokenizer
 
 BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
-BLOCK_CHARACTERS = 4 << 20  # also ends a block, for long texts such as books: each stream holds a block in memory
+BLOCK_CHARACTERS = 4 << 20  # also ends a block of text, for long texts such as books
 CHUNK_DOCUMENTS = 64  # documents that are tokenised, or copied from a shard, at once
 
 
@@ -33,7 +31,6 @@ class Tokens(NamedTuple):
 class Block:
     """Documents that are shuffled together."""
 
-    rows: int  # of the shard that it spans: its documents, and rows that are left out
     documents: int
     take: Callable[[np.ndarray], Tokens]  # gives the documents with these numbers [n]
 
@@ -43,20 +40,20 @@ class Block:
             yield at, self.take(order[at : at + CHUNK_DOCUMENTS])
 
 
-def text_blocks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[Block]:
-    """The blocks of the texts of consecutive rows (None: left out), which are tokenised when they are taken."""
+def text_blocks(rows: Iterable[tuple[int, str | None]], tokenizer: Tokenizer) -> Iterator[tuple[int, Block]]:
+    """Yield the blocks of texts, each after the number of its first row. The text of a row that is left out is None."""
     documents: list[str] = []
-    rows = size = 0
-    for text in texts:
-        rows += 1
+    first, count, size = 0, 0, 0
+    for number, text in rows:
+        first, count = (number if count == 0 else first), count + 1
         if text is not None:
             documents.append(text)
             size += len(text)
-        if rows == BLOCK_DOCUMENTS or size >= BLOCK_CHARACTERS:
-            yield Block(rows, len(documents), partial(tokenised, documents, tokenizer))
-            documents, rows, size = [], 0, 0
-    if rows:
-        yield Block(rows, len(documents), partial(tokenised, documents, tokenizer))
+        if count == BLOCK_DOCUMENTS or size >= BLOCK_CHARACTERS:
+            yield first, Block(len(documents), partial(tokenised, documents, tokenizer))
+            documents, count, size = [], 0, 0
+    if count:
+        yield first, Block(len(documents), partial(tokenised, documents, tokenizer))
 
 
 def tokenised(documents: Sequence[str], tokenizer: Tokenizer, numbers: Iterable[int]) -> Tokens:

@@ -22,7 +22,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.documents import Tokens, token_dtype
+from dlr_pretrain.data.documents import token_dtype
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Position, Row, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class TrainLoader:
 def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], closed: threading.Event) -> None:
     """Read the first row of every stream, in parallel. The first error ends this and is raised.
 
-    The streams of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
+    The streams of a group begin in one shard. One thread serves them in turn, so that they fetch it to a cache once.
     """
     failed = threading.Event()
 
@@ -139,15 +139,16 @@ def _batches(
     if not packed:
         tokenizer = tokenizer.beginnings(seq_len + 1)  # one more than a row has shows that a document must be cut
     rows: dict[int, Iterator[Row]] = {}
-    sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    sharing: dict[int, list[int]] = defaultdict(list)
     for v, position in positions.items():
-        stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams)
+        stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, packed)
         chunks = stream.chunks(position)
         if packed:
             rows[v] = packed_rows(chunks, position, seq_len)
         else:
             rows[v] = padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
-        sharing[stream.shards].append(v)
+        pieces = stream.share(position.epoch).pieces[position.piece :]
+        sharing[pieces[0].shard if pieces else -1].append(v)
     _read_first_rows(rows, list(sharing.values()), closed)
     streams = list(rows)
     each = cfg.train.global_batch // cfg.num_streams
@@ -177,7 +178,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     """Documents of the validation shards in file order, until they have ``eval.tokens`` real tokens or all are used."""
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, found, has_text = [], 0, False
-    for tokens, starts in _documents(source, tokenizer):
+    for tokens, starts in source.validation(tokenizer):
         ends = np.append(starts[1:], len(tokens))
         real = found + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
         last = min(int(np.searchsorted(real, cfg.eval.tokens)), len(real) - 1)
@@ -197,13 +198,6 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         rows, lengths = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
     separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
     return ValidationSet(rows, lengths, found, separator)
-
-
-def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    for shard in source.validation_shards:
-        for block in source.blocks(tokenizer, shard):
-            for _, some in block.in_order(np.arange(block.documents)):
-                yield some
 
 
 def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

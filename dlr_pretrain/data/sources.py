@@ -10,31 +10,36 @@ import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from itertools import count, islice
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import sample
-from dlr_pretrain.data.documents import Block, text_blocks
-from dlr_pretrain.data.files import File, find, open_file, pinned
-from dlr_pretrain.data.formats import SUFFIXES, RawRow, parse_text, rows, sniff
+from dlr_pretrain.data import documents, formats, sample
+from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenised
+from dlr_pretrain.data.extent import HEAD_BYTES, extent
+from dlr_pretrain.data.files import File, at_commits
+from dlr_pretrain.data.order import Piece, Place, Share
+from dlr_pretrain.data.splits import choose
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
-KEPT_BYTES, KEPT_FILES = 4 << 20, 4  # largest file whose rows are kept in memory for other streams, and how many are
-SNIFF_THREADS = 16
 TOLD_ROWS = 5  # bad rows that a process tells of by their number
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
-SPLIT = re.compile(r"(?:^|[/._-])(train|valid(?:ation)?|val|dev|test)(?=[/._-]|\d|$)")
-OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json")  # beside the shards of ``save_to_disk``
+MEASURED, SAMPLED = 64, 8  # so many files are all measured, and of more so many
+MEASURING_THREADS = 8
+UNLIKE = (
+    0.25  # a file whose head differs by more from the others' differs as a whole; by less, its head may do by chance
+)
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 log = logging.getLogger(__name__)
 
@@ -53,61 +58,15 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
         folder = sample.folder_of(Path(data.root) if data.root else None, version, progress)
         root, version = str(folder), folder.name
     else:
-        root, version = pinned(data.root or "", data.revision, version)
-    train, validation = (_not_empty(files, data.cache, progress) for files in _splits(root, data))
-    if not train:
-        raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
-    source = TextSource(data, root or os.path.dirname(train[0].address), train, validation, version)
+        data, version = at_commits(data, version)
+        root = data.root or ""
+    chosen = choose(root, data, progress)
+    where = root or os.path.dirname(chosen.train[0].address)
+    source = TextSource(data, where, chosen.train, chosen.validation, version)
+    source.left_out = chosen.left_out
     if data.source == "sample":
         source.tokenizer_path = Path(root, sample.TOKENIZER_FILE)
     return source
-
-
-def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
-    """The training and validation files, by their globs or, without these, by the names of all files below the root."""
-    found: list[list[File]] = []
-    for split, pattern in (("train", data.train_files), ("validation", data.validation_files)):
-        found.append(find(root, pattern) if pattern is not None else [])
-        if pattern is not None and not found[-1]:
-            where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
-            raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
-    train, validation = found
-    if data.train_files is None:
-        there = [file for file in find(root, "**/*") if file.name.lower().endswith(tuple(SUFFIXES))]
-        there = [file for file in there if not file.name.endswith(OF_DATASETS)]
-        if not there:
-            raise UserError(f"data.root={root}: holds no file that ends with {', '.join(SUFFIXES)}")
-        if data.validation_files is None:
-            validation = [file for file in there if _split_of(file.name) not in ("train", "test")]
-        others = [file for file in there if file not in validation]
-        train = [file for file in others if _split_of(file.name) == "train"] or others
-    paths = [{os.path.realpath(file.address) for file in files} for files in (train, validation)]
-    if both := set.intersection(*paths):
-        rule = f"data.train_files and data.validation_files both match {min(both)}"
-        raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
-    return train, validation
-
-
-def _split_of(name: str) -> str:
-    """The first word in the name of a file that names a split; train if there is none."""
-    word = SPLIT.search(name.lower())
-    return word[1] if word else "train"
-
-
-def _not_empty(files: list[File], cache: str | None, progress: Callable[[str], None]) -> list[File]:
-    """The files that are not empty. All local ones are looked at, of remote ones the first."""
-
-    def is_empty(file: File) -> bool:
-        if file.size == 0 or not (file.is_local or file == files[0]):
-            return file.size == 0
-        with open_file(file, cache) as stream:
-            return sniff(file, stream)[0] == "empty"
-
-    with ThreadPoolExecutor(SNIFF_THREADS) as pool:
-        empty = [file for file, found in zip(files, pool.map(is_empty, files), strict=True) if found]
-    for file in empty:
-        progress(f"{file.address}: empty, and left out")
-    return [file for file in files if file not in empty]
 
 
 class TextSource:
@@ -116,6 +75,8 @@ class TextSource:
     ``fingerprint`` is of the texts, independent of their location: a run resumes only on the same. ``version`` is the
     commit on the hub, or the name of the sample, by which a run finds them later.
     """
+
+    order, slack = "text 2", 0.025  # a run resumes only in the order that it has; a cut moves so far to a file's end
 
     def __init__(
         self, data: Data, where: str, train: Sequence[File], validation: Sequence[File], version: str | None = None
@@ -129,52 +90,98 @@ class TextSource:
         self.holds_out = not validation
         self.halves = False  # the only document is cut in two instead
         self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
+        self.left_out: list[tuple[str, str]] = []  # files, and why
         self._told: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:
-            texts = (text for shard in self.train_shards for text in self.texts(shard) if text is not None)
+            texts = (text for shard in self.train_shards for _, text in self._file_rows(shard) if text is not None)
             hashes = [_hash(text) for text in islice(texts, FIRST_DOCUMENTS)]
-            self.halves = len(hashes) == 1
+            self.halves = len(set(hashes)) == 1  # also of copies of one document
             if not self.halves:
                 self.threshold = max(round(data.held_out * (1 << 64)), min(hashes, default=0) + 1)
         shards = [[(os.path.basename(file.name), file.size) for file in files] for files in (train, validation)]
         how = (data.text_key, data.document, data.bad_rows, self.holds_out and (data.held_out, self.threshold))
         self.fingerprint = hashlib.sha256(json.dumps([shards, how]).encode()).hexdigest()
 
-    def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
-        """The texts of the rows start, start + step, ... of a shard; None for a row that is left out."""
-        if not self.holds_out:
-            yield from self.texts(shard, start, step)
-            return
+    def read(self, shard: str, start: int = 0) -> Iterator[str | None]:
+        """The texts of a shard from row ``start`` on; None for a row that is left out."""
+        return (text for _, text in self.rows(shard, start))
+
+    def rows(self, shard: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
+        """As ``read``, with the number of each row; with a ``piece`` of the shard, only the rows of this piece."""
         held, name = shard.startswith(HELD_OUT), shard.removeprefix(HELD_OUT)
-        for text in self.texts(name, start, step):
-            if text is not None and self.halves:
+        for number, text in self._file_rows(name, start, piece):
+            if text is None or not self.holds_out:
+                yield number, text
+            elif self.halves:
                 cut = round(len(text) * (1 - self.data.held_out))
                 cut = text.rfind("\n", 0, cut) + 1 or cut
-                yield text[cut:] if held else text[:cut]
+                yield number, text[cut:] if held else text[:cut]
             else:
-                yield text if text is not None and (_hash(text) < self.threshold) == held else None
+                yield number, text if (_hash(text) < self.threshold) == held else None
 
-    def texts(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
-        """As ``read``, of a file's rows, whether held out or not."""
-        file, data = self.files[shard], self.data
-        how = (file, data.text_key, data.document == "paragraph", data.cache)
-        small = step > 1 and file.size is not None and file.size <= KEPT_BYTES
-        found = iter(_kept_rows(*how)[start::step]) if small else islice(rows(*how, start), 0, None, step)
-        for document, row in zip(count(start, step), found, strict=False):
+    def _file_rows(self, name: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
+        """As ``rows``, of a file, whether held out or not."""
+        file, data = self.files[name], self.data
+        found = formats.rows(file, data.text_key, data.document == "paragraph", data.cache, start)
+        for number, row in enumerate(found, start):
+            if piece is not None and not in_piece(number, piece):
+                continue
             try:
-                yield parse_text(row, data.text_key, file.address, document)
+                yield number, formats.parse_text(row, data.text_key, file.address, number)
             except UserError as error:
                 if data.bad_rows == "stop":
                     raise
-                if (shard, document) not in self._told and len(self._told) < TOLD_ROWS:
-                    self._told.add((shard, document))
+                if (name, number) not in self._told and len(self._told) < TOLD_ROWS:
+                    self._told.add((name, number))
                     more = ", and this process tells of no more" if len(self._told) == TOLD_ROWS else ""
                     log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], more)
-                yield None
+                yield number, None
 
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
-        """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
-        return text_blocks(self.read(shard, first, step), tokenizer)
+    def sizes(self, packed: bool) -> list[int]:
+        """The size of each training shard, in characters if ``packed``, else in documents.
+
+        They are estimates by the first bytes of each file, or, of more than ``MEASURED`` files, of some of them.
+        """
+        return self._sizes[0 if packed else 1]
+
+    @cached_property
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        files, data = [self.files[name] for name in self.train_shards], self.data
+        some = files if len(files) <= MEASURED else files[:: -(-len(files) // SAMPLED)]
+        how = (data.text_key, data.document == "paragraph", data.cache)
+        with ThreadPoolExecutor(MEASURING_THREADS) as pool:
+            found = dict(zip(some, pool.map(lambda file: extent(file, *how), some), strict=True))
+        sized = [one for file, one in found.items() if file.size]
+        usual = np.sum(sized, axis=0) / sum(file.size or 0 for file in found) if sized else np.zeros(2)  # per byte
+
+        def size(file: File, measure: int) -> int:
+            expected = usual[measure] * (file.size or 0)
+            own = found[file][measure] if file in found else expected
+            likely = (file.size or 0) > HEAD_BYTES and abs(own - expected) <= UNLIKE * expected
+            return max(1, round(expected if likely else own))
+
+        return [size(file, 0) for file in files], [size(file, 1) for file in files]
+
+    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
+        """The blocks of a share in its order, from the block at ``start`` on, each with its place: piece and row."""
+        first, row = start
+        for number, piece in enumerate(share.pieces[first:], first):
+            found = self.rows(self.train_shards[piece.shard], row, piece if piece.is_part else None)
+            for begins, block in text_blocks(found, tokenizer):
+                yield (number, begins), block
+            row = 0
+
+    def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """The documents for validation in their order, some at a time."""
+        for shard in self.validation_shards:
+            texts = (text for text in self.read(shard) if text is not None)
+            while some := list(islice(texts, documents.CHUNK_DOCUMENTS)):
+                yield tokenised(some, tokenizer, range(len(some)))
+
+    def state(self) -> list:
+        """What decides the texts, with the files as they are now."""
+        changed = [os.stat(file.address).st_mtime_ns for file in self.files.values() if file.is_local]
+        return [self.fingerprint, self.version, [file.address for file in self.files.values()], changed]
 
     def describe(self) -> str:
         """One line for the console."""
@@ -188,10 +195,13 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-@lru_cache(maxsize=KEPT_FILES)
-def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[RawRow]:
-    """All rows of a small file: several streams read it, each every m-th row."""
-    return list(rows(file, text_key, by_paragraph, cache))
+def in_piece(row: int, piece: Piece) -> bool:
+    """Whether a row of a shard belongs to a piece of it.
+
+    Multiples of the golden ratio spread any consecutive rows evenly over the shard's size. So a part of a file is the
+    same share of its rows in any format, before anybody has counted them.
+    """
+    return piece.begin <= (row * GOLDEN % (1 << 64)) * piece.size >> 64 < piece.end
 
 
 Source = TextSource | TokenSource  # documents in named shards; one rank opens it, and sends it to the others

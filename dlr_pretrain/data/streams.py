@@ -1,10 +1,8 @@
 """Document streams: the data order as a pure function of (data.seed, step), whatever the number of ranks.
 
-The documents of a source are divided among V streams once and for all. If there are at least V shards, a stream gets
-whole shards (stream v reads shards v, v + V, ...). Otherwise m neighbouring streams, which are mostly of one rank,
-share a shard, and each takes every m-th document of it. A stream repeats its documents for ever, in another order each
-epoch: its shards in a seeded order, and inside a shard one block after the other, each block in a seeded order of its
-own. Five integers give a stream's position, so it is resumed, or moved to another rank, exactly.
+V streams share the text (``order.py``). A stream reads its share of one epoch after that of another, block by block,
+each block in a seeded order of its own. Five integers give a stream's position, so it is resumed, or moved to another
+rank, exactly.
 
 The documents become rows: packed without gaps, or one padded document a row. A row holds the seq_len inputs of a
 sequence and one more token, so that it provides both inputs and targets: nothing is stored, read or sent twice.
@@ -20,90 +18,58 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.data.documents import Tokens
+from dlr_pretrain.data.order import Share, cut, fraction, permutation
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import IGNORE
-from dlr_pretrain.util.text import plural
 
-ORDER_VERSION = 1  # of the order that this file, the blocks and the packing produce; a run resumes only under its own
+IDLE = 4  # times that a stream has had each part of the source, after which this has no text
 
 
 class Position(NamedTuple):
     """A position in a stream: five integers, which are stored as a plain list."""
 
     epoch: int = 0
-    shard: int = 0  # position in the epoch's order of the stream's shards
-    block: int = 0  # first row of the block, counted over the stream's rows of this shard
+    piece: int = 0  # of the stream's share of the epoch
+    row: int = 0  # of this piece, with which the block begins; of tokens, the number of the block
     document: int = 0  # position in the block's order
     token: int = 0  # tokens of this document that are already used
-
-
-def permutation(n: int, *key: int) -> np.ndarray:
-    """A seeded order of n items, int64 [n].
-
-    It sorts raw words of PCG64, because numpy keeps these and SeedSequence stable for ever, but not
-    ``Generator.permutation``, and a run must resume under another version of numpy.
-    """
-    words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
-    return np.argsort(words, kind="stable")
-
-
-def _assignment(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, int]:
-    """The indices of a stream's shards, the first document that it takes of each, and the step between documents."""
-    if shards >= num_streams:
-        return list(range(stream, shards, num_streams)), 0, 1
-    shard = stream * shards // num_streams
-    meeting = [v for v in range(num_streams) if v * shards // num_streams == shard]
-    return [shard], meeting.index(stream), len(meeting)
 
 
 class DocumentStream:
     """The endless sequence of documents of one of the V streams."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int):
+    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int, packed: bool):
         self._source, self._tokenizer = source, tokenizer
-        self._key, self._count = (seed, stream), num_streams
-        dealt, self._residue, self._step = _assignment(len(source.train_shards), stream, num_streams)
-        self.shards = tuple(dealt)  # indices; two streams have the same, or no shard in common
+        self._seed, self._stream, self._streams, self._packed = seed, stream, num_streams, packed
+
+    def share(self, epoch: int) -> Share:
+        """What the stream reads in an epoch."""
+        sizes, slack, parts = self._source.sizes(self._packed), self._source.slack, self._streams
+        turn = 0.0 if parts == 1 or slack else fraction(self._seed, epoch)  # no document is cut at one place for good
+        order, part = permutation(len(sizes), self._seed, epoch), (self._stream + epoch) % parts
+        pieces = cut(sizes, order, part, parts, turn, slack)
+        return Share(pieces, self._packed, (self._seed, self._stream, epoch))
 
     def chunks(self, position: Position) -> Iterator[tuple[Position, Tokens]]:
-        """The documents from ``position`` on, for ever, some at a time, with the position of the first of them.
+        """Yield the documents from ``position`` on, some at a time, with the position of the first of them.
 
-        The caller must skip the first ``position.token`` tokens.
+        The caller must skip the first ``position.token`` tokens. Raises UserError if the source has no text.
         """
-        epoch, begin, block, document, _ = position
-        while True:
-            whole = (begin, block, document) == (0, 0, 0)
-            order = permutation(len(self.shards), *self._key, epoch)
-            has_text = False
-            for at in range(begin, len(order)):
-                for where, some in self._shard_chunks(Position(epoch, at, block, document), self.shards[order[at]]):
-                    has_text = has_text or len(some.tokens) > len(some.starts)
-                    yield where, some
-                block = document = 0
-            if whole and not has_text:
-                raise UserError(self._no_text())
-            epoch, begin = epoch + 1, 0
-
-    def _shard_chunks(self, position: Position, shard: int) -> Iterator[tuple[Position, Tokens]]:
-        epoch, at, start, document, _ = position
-        name, first = self._source.train_shards[shard], self._residue + start * self._step
-        for block in self._source.blocks(self._tokenizer, name, first, self._step):
-            order = permutation(block.documents, *self._key, epoch, shard, start)
-            for done, some in block.in_order(order, document):
-                yield Position(epoch, at, start, done), some
-            start, document = start + block.rows, 0
-
-    def _no_text(self) -> str:
-        names = self._source.train_shards
-        there = sum(block.documents for name in names for block in self._source.blocks(self._tokenizer, name))
-        counts = f"{plural(there, 'document')} for {plural(self._count, 'data stream')}"
-        rule = f"{', '.join(names[:3])}: {counts}: stream {self._key[1]} has no text"
-        if there == 0:
-            return f"{rule}. Give other files, or see data.text_key"
-        fitting = max((n for n in range(1, self._count) if self._count % n == 0 and n <= there), default=1)
-        return f"{rule}. Set data.streams={fitting}, or give more text"
+        epoch, piece, row, document, _ = position
+        idle = 0  # epochs without text for this stream
+        while idle < IDLE * self._streams:
+            share, idle = self.share(epoch), idle + 1
+            for place, block in self._source.blocks(self._tokenizer, share, (piece, row)):
+                order = permutation(block.documents, *share.key, *place)
+                for done, some in block.in_order(order, document):
+                    if len(some.tokens) > len(some.starts):
+                        idle = 0
+                    yield Position(epoch, *place, document=done), some
+                document = 0
+            epoch, piece, row, document = epoch + 1, 0, 0, 0
+        raise UserError(f"{self._source.describe()}: no text to train on. Give other files, or see data.text_key")
 
 
 # A row [seq_len + 1], padded; the number of its tokens that are not padding; and the stream's position after it.

@@ -3,26 +3,27 @@
     manifest.json                 what they are made from, and how many they are
     tokenizer/                    the tokenizer
     train-00000-of-01024.tokens   a shard for each shard of the source, in its order; validation-... likewise
-    train-00000-of-01024.rows     its rows
+    train-00000-of-01024.ends     where its documents end
 
-A shard is the ids of its documents, uint16 (int32 above 65,536 ids), each document whole and followed by
-its end of sequence. Its rows are int64 [rows + 1, 2]: for each row of the source the end of its document
-in the shard (a row that is left out has no tokens) and the number of characters of its text, which decide where the
-blocks of ``documents.py`` end; the first is 0, 0. So a shard gives the batches of its source, packed or padded, for any
-seed, batch and number of ranks.
+A shard is the ids of its documents, uint16 (int32 above 65,536 ids), each document whole and followed by its end of
+sequence. Its ends are int64 [documents + 1], of which the first is 0. Rows of the source that are left out have no
+document. The manifest is written first, and a shard's ids before its ends. So a kill at any point leaves finished
+shards, which the same command keeps.
 
-The manifest is written first, and a shard's ids before its rows. So a kill at any point leaves finished shards, which
-the same command keeps.
+A text that is small is tokenised so when a run starts, into the user's cache: its data order is then exact.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -32,17 +33,24 @@ import numpy as np
 
 from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Block, Tokens, token_dtype
+from dlr_pretrain.data.files import user_cache
+from dlr_pretrain.data.order import Piece, Place, Share, permutation
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import sync, write_durably
+from dlr_pretrain.util.process import cores
+from dlr_pretrain.util.text import plural
 
 if TYPE_CHECKING:
     from dlr_pretrain.data.sources import TextSource
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
-TOKENS, ROWS = ".tokens", ".rows"  # suffixes of a shard's files
+TOKENS, ENDS = ".tokens", ".ends"  # suffixes of a shard's files
 PREPARE = "Make it with scripts/prepare_data.py"
+SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some ten seconds of sentencepiece
+FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
+PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
 
@@ -51,40 +59,29 @@ def file_names(split: str, count: int) -> tuple[str, ...]:
 
 
 def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a shard and its rows, memory-mapped. Raises OSError or ValueError if they are not whole."""
+    """The ids of a shard and where its documents end, memory-mapped. Raises OSError or ValueError if it is damaged."""
     tokens = _mapped(path, token_dtype(vocab_size))
-    rows = _mapped(path.with_suffix(ROWS), np.int64).reshape(-1, 2)
-    if not len(rows) or rows[-1, 0] != len(tokens):
-        raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ROWS} counts another number")
-    return tokens, rows
+    ends = _mapped(path.with_suffix(ENDS), np.int64)
+    if not len(ends) or ends[-1] != len(tokens):
+        raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ENDS} counts another number")
+    return tokens, ends
 
 
 def _mapped(path: Path, dtype: type) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # no empty file can be mapped
 
 
-def _taken(path: Path, vocab_size: int, begins: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> Tokens:
-    """The documents with these numbers, of those that begin and end there in a shard."""
-    begins = begins[numbers]
-    lengths = ends[numbers] - begins
-    after = np.cumsum(lengths)
-    starts = after - lengths
-    index = np.repeat(begins - starts, lengths)
-    index += np.arange(len(index))
-    mapped = _mapped(path, token_dtype(vocab_size))  # anew each time: pages that stay mapped count as memory
-    if (tokens := mapped[index]).max(initial=0) >= vocab_size:  # a GPU would end with an assertion of its own
-        raise UserError(f"{path}: damaged: it has the id {tokens.max()}, beyond the vocabulary of {vocab_size:,}")
-    return Tokens(tokens, starts)
-
-
 class TokenSource:
     """A folder of pre-tokenised shards: a source without texts. Opening it checks that it is whole."""
 
     version: str | None = None
+    order, slack = "tokens 2", 0.0  # a run resumes only in the order that it has; no cut is moved
+    fix = f"{PREPARE} again: it keeps the sound shards"
 
     def __init__(self, root: Path):
         self.root = root
         self.tokenizer_path: Path | None = root / TOKENIZER
+        self.left_out: list[tuple[str, str]] = []  # files, and why
         manifest = _manifest(root)
         try:
             self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
@@ -96,34 +93,89 @@ class TokenSource:
             raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again, into another folder") from error
         for name in self.validation_shards:
             self.shard(name)
-        self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
+        self._sizes = [[len(part) for part in self.shard(name)] for name in self.train_shards]
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and the rows of a shard."""
+        """The ids of a shard, and where its documents end."""
         try:
             return open_shard(self.root / name, self.vocab_size)
         except (OSError, ValueError) as error:
             rule = error.strerror if isinstance(error, OSError) else f"damaged or foreign: {error}"
-            raise UserError(f"{self.root / name}: {rule}. {PREPARE} again: it keeps the sound shards") from error
+            raise UserError(f"{self.root / name}: {rule}. {self.fix}") from error
 
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
+    def sizes(self, packed: bool) -> list[int]:
+        """The size of each training shard, in tokens if ``packed``, else in documents."""
+        return [tokens if packed else ends - 1 for tokens, ends in self._sizes]
+
+    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
+        """The blocks of a share in a seeded order, from the block at ``start`` on, each with its place.
+
+        A block is a run of documents of the share. A share of tokens may begin or end inside of a document.
+        """
+        self._require(tokenizer)
+        spans = [self._span(piece, share.packed) for piece in share.pieces]
+        before = np.cumsum([0, *(last - first for _, first, last in spans)])
+        blocks = -(-int(before[-1]) // documents.BLOCK_DOCUMENTS)
+        for number, block in enumerate(permutation(blocks, *share.key).tolist()):
+            if number >= start[1]:
+                low, high = (documents.BLOCK_DOCUMENTS * at for at in (block, block + 1))
+                parts = [
+                    (piece, first + max(0, low - begin), min(last, first + high - begin))
+                    for (piece, first, last), begin in zip(spans, before.tolist(), strict=False)
+                    if begin < high and begin + last - first > low
+                ]
+                where = np.concatenate([self._places(*part, share.packed) for part in parts])
+                yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
+
+    def _span(self, piece: Piece, packed: bool) -> tuple[Piece, int, int]:
+        """A piece, its first document, and the one after its last."""
+        if not packed:
+            return piece, piece.begin, piece.end
+        ends = self.shard(self.train_shards[piece.shard])[1]
+        first = int(np.searchsorted(ends, piece.begin, "right")) - 1
+        return piece, first, int(np.searchsorted(ends, piece.end, "left"))
+
+    def _places(self, piece: Piece, first: int, last: int, packed: bool) -> np.ndarray:
+        """The shard, begin and end of some documents, int64 [n, 3], cut where the piece ends."""
+        ends = np.array(self.shard(self.train_shards[piece.shard])[1][first : last + 1])
+        if packed:
+            ends = ends.clip(piece.begin, piece.end)
+        return np.stack((np.full(last - first, piece.shard), ends[:-1], ends[1:]), axis=1)
+
+    def _take(self, where: np.ndarray, eos_id: int, numbers: np.ndarray) -> Tokens:
+        """The documents with these numbers of a block; one that is cut off ends with </s> instead of its last token."""
+        chosen = where[numbers]
+        names = {shard: self.train_shards[shard] for shard in np.unique(chosen[:, 0]).tolist()}
+        mapped = {shard: self.shard(name)[0] for shard, name in names.items()}  # anew: mapped pages count as memory
+        parts = [mapped[shard][begin:end] for shard, begin, end in chosen.tolist()]
+        tokens = np.concatenate(parts)
+        if (worst := tokens.max(initial=0)) >= self.vocab_size:  # a GPU would end with an assertion of its own
+            damaged = next(int(row[0]) for row, part in zip(chosen, parts, strict=True) if worst in part)
+            rule = f"damaged: it has the id {worst}, beyond the vocabulary of {self.vocab_size:,}"
+            raise UserError(f"{self.root / names[damaged]}: {rule}. {self.fix}")
+        after = np.cumsum(chosen[:, 2] - chosen[:, 1])
+        tokens[after - 1] = eos_id
+        return Tokens(tokens, np.concatenate(([0], after[:-1])))
+
+    def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """The documents for validation in their order, some at a time."""
+        self._require(tokenizer)
+        for name in self.validation_shards:
+            tokens, ends = self.shard(name)
+            for at in range(0, len(ends) - 1, documents.CHUNK_DOCUMENTS):
+                some = ends[at : at + documents.CHUNK_DOCUMENTS + 1]
+                yield Tokens(np.array(tokens[some[0] : some[-1]]), np.array(some[:-1] - some[0]))
+
+    def _require(self, tokenizer: Tokenizer) -> None:
+        """Raise UserError unless the shards are of this tokenizer."""
         if tokenizer.fingerprint != self._sha256:
             rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
             raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
-        rows = self.shard(shard)[1]
-        while first < len(rows) - 1:
-            characters = rows[1 + first : 1 + first + documents.BLOCK_DOCUMENTS * step : step, 1]
-            closed = np.searchsorted(np.cumsum(characters), documents.BLOCK_CHARACTERS)
-            numbers = first + step * np.arange(min(len(characters), int(closed) + 1))
-            begins, ends = rows[numbers, 0], rows[numbers + 1, 0]
-            begins, ends = begins[ends > begins], ends[ends > begins]  # without rows that are left out
-            take = partial(_taken, self.root / shard, self.vocab_size, begins, ends)
-            yield Block(len(numbers), len(begins), take)
-            first += len(numbers) * step
 
     def describe(self) -> str:
-        shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
-        return f"{self.root}: {shards} of tokens ({self._total:,} to train on), made from {self._made_from}"
+        """One line for the console."""
+        tokens, documents = (sum(self.sizes(packed)) for packed in (True, False))
+        return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
 
 
 def _manifest(root: Path) -> dict:
@@ -165,7 +217,7 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
         with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
             complete = partial(_complete, source, output)
             yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
-        for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ROWS}")):
+        for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ENDS}")):
             draft.unlink(missing_ok=True)
     except (OSError, BrokenProcessPool) as error:
         fix = "Free space, or use fewer --workers if memory ran out, and start again: finished shards are kept"
@@ -201,21 +253,48 @@ def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
 
 def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
     """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk."""
-    rows = [np.zeros((1, 2), np.int64)]  # (tokens, characters) of each
-    drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ROWS)]
-    texts = source.read(shard)
+    lengths = [np.zeros(1, np.int64)]
+    drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ENDS)]
+    texts = (text for text in source.read(shard) if text is not None)
     with drafts[0].open("wb") as file:
         while some := list(islice(texts, documents.CHUNK_DOCUMENTS)):
-            counted = np.array([(0, len(text or "")) for text in some], np.int64)
-            there = np.array([text is not None for text in some])
-            if there.any():
-                tokens, starts = documents.tokenised([text or "" for text in some], tokenizer, np.flatnonzero(there))
-                counted[there, 0] = np.diff(starts, append=len(tokens))
-                tokens.tofile(file)
-            rows.append(counted)
-    written = np.concatenate(rows)
-    written[:, 0] = written[:, 0].cumsum()
-    written.tofile(drafts[1])
-    for draft, final in zip(drafts, (path, path.with_suffix(ROWS)), strict=True):
+            tokens, starts = documents.tokenised(some, tokenizer, range(len(some)))
+            tokens.tofile(file)
+            lengths.append(np.diff(starts, append=len(tokens)))
+    np.concatenate(lengths).cumsum().tofile(drafts[1])
+    for draft, final in zip(drafts, (path, path.with_suffix(ENDS)), strict=True):
         sync(draft)
         os.replace(draft, final)
+
+
+def tokenised_once(
+    source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
+) -> TextSource | TokenSource:
+    """The tokens of a text that is small, or that has few documents for so many streams; of another the text itself.
+
+    They are made in the user's cache, or below ``data.cache``, where a later start finds them.
+    """
+    if isinstance(source, TokenSource):
+        return source
+    characters = sum(source.sizes(packed=True))
+    if characters > SMALL_CHARACTERS and sum(source.sizes(packed=False)) >= FEW_DOCUMENTS * streams:
+        return source
+    cache = Path(source.data.cache or user_cache()) / "tokens"
+    key = json.dumps([FORMAT, source.state(), tokenizer.fingerprint])
+    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
+    if not folder.is_dir():
+        say(f"tokenising the text (some {characters / 1e6:.3g} MB) once, into {folder}")
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as draft:
+                whole = Path(draft, "whole")
+                list(make_tokens(source, tokenizer, whole, cores() if characters > PARALLEL_CHARACTERS else 1))
+                with suppress(OSError):  # another process was faster
+                    whole.rename(folder)
+        except OSError as error:
+            rule = f"the tokens of the text cannot be kept here: {error.strerror}"
+            raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
+    made = TokenSource(folder)
+    made.version, made.left_out = source.version, source.left_out
+    made.fix = "Delete the folder: the next start makes it again. Set data.cache to a folder that all nodes see"
+    return made

@@ -9,13 +9,13 @@ from pathlib import Path
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import (
-    ORDER_VERSION,
     Source,
     Tokenizer,
     ValidationSet,
     embedding_rows,
     open_source,
     open_tokenizer,
+    tokenised_once,
     validation_set,
 )
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
@@ -50,16 +50,17 @@ class Text:
         return {
             "data.shards": self.source.fingerprint,
             "tokenizer.pieces": self.tokenizer.fingerprint,
-            "data.order": ORDER_VERSION,
+            "data.order": self.source.order,
         }
 
 
 def open_text(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
-    source = ranks.on_main(lambda: open_source(cfg, say, read_record(run_dir).get("data.version")))
-    tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
+    opened = ranks.on_main(lambda: open_source(cfg, say, read_record(run_dir).get("data.version")))
+    tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, opened))
     vocab_size = embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
+    source = ranks.on_main(lambda: tokenised_once(opened, tokenizer, cfg.num_streams, say))
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
     text = Text(source, tokenizer, validation, vocab_size)
     if text.unknown > TOO_MUCH_UNKNOWN:

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from dlr_pretrain import config
 from dlr_pretrain.config.command_line import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
-from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.sources import TextSource, in_piece
+from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, file_names
 
 NASTY = [
     "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
@@ -55,6 +56,7 @@ class LetterTokenizer:
     """A token a character, so that a sequence shows which documents it holds."""
 
     pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
+    fingerprint = path = "letters"
 
     def beginnings(self, longest: int) -> LetterTokenizer:
         return self
@@ -68,13 +70,19 @@ class MemorySource(TextSource):
 
     tokenizer_path = None
     validation_shards = ()
+    holds_out = False
 
     def __init__(self, shards: list[list[str]]):
         self._shards = {f"shard-{i}": texts for i, texts in enumerate(shards)}
         self.train_shards = tuple(self._shards)
 
-    def read(self, shard, start=0, step=1):
-        return iter(self._shards[shard][start::step])
+    def _file_rows(self, name, start=0, piece=None):
+        for number, text in enumerate(self._shards[name][start:], start):
+            if piece is None or in_piece(number, piece):
+                yield number, text
+
+    def sizes(self, packed):
+        return [max(1, sum(map(len, texts)) if packed else len(texts)) for texts in self._shards.values()]
 
     def describe(self):
         return "memory"
@@ -110,3 +118,17 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(
         torch.equal(x[0], y[0]) and torch.equal(x[1], y[1]) and x[2:] == y[2:] for x, y in zip(a, b, strict=True)
     )
+
+
+def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
+    """The source of tokens with these texts, by the LetterTokenizer."""
+    tokenizer = LetterTokenizer()
+    about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    count = {"train": len(shards), "validation": 0}
+    manifest = {"format": FORMAT, "source": "", "made_from": "letters", "tokenizer": about, "shards": count}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    for name, texts in zip(file_names("train", len(shards)), shards, strict=True):
+        ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]
+        np.concatenate([np.empty(0, int), *ids]).astype(np.uint16).tofile(folder / name)
+        np.cumsum([0, *map(len, ids)]).tofile((folder / name).with_suffix(ENDS))
+    return TokenSource(folder)

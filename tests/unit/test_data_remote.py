@@ -115,7 +115,7 @@ def test_any_dataset_and_other_formats(hub, tmp_path, monkeypatch):
     globs = {"data__train_files": "data/train-*", "data__validation_files": "data/validation.jsonl"}
     source = open_source(make_config("local", data__root="hf://datasets/some/set", **globs))
     assert read(source) == [TEXTS, ["one"]]
-    assert list(source.read(source.train_shards[0], 123, 50)) == TEXTS[123::50]
+    assert list(source.read(source.train_shards[0], 123)) == TEXTS[123:]
     found = open_source(make_config("local", data__root="hf://datasets/some/set/data"))
     assert (found.train_shards, found.validation_shards) == (("train-0.parquet",), ("validation.jsonl",))
 
@@ -127,7 +127,7 @@ def test_a_plain_web_server(shards, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/c4-train.00000-of-00003.json.gz"
         source = open_source(make_config("local", data__train_files=address))
-        assert list(source.texts(source.train_shards[0])) == WHOLE[0]
+        assert sorted(t for shards in read(source) for t in shards if t is not None) == sorted(WHOLE[0])
         server.shutdown()
 
 

@@ -50,7 +50,7 @@ def test_it_is_made_once_and_remembered_by_its_name(tmp_path, monkeypatch):
     source = open_source(cfg, said.append)
     assert "harvesting" in said[0] and source.version == next(tmp_path.iterdir()).name
     assert len(said) == 1 and source.fingerprint == open_source(cfg, said.append).fingerprint and len(said) == 1
-    assert len([t for shard in source.train_shards for t in source.texts(shard)]) == 400
+    assert sum(len(list(source.read(shard))) for shard in source.train_shards) == 400
     assert open_tokenizer(cfg, source).vocab_size > 50
     monkeypatch.setattr(sample.platform, "python_version", lambda: "9.9.9")
     assert open_source(cfg, said.append, source.version).version == source.version  # the run's own is still there

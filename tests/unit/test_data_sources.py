@@ -8,6 +8,7 @@ import lzma
 import random
 import shutil
 import zlib
+from itertools import chain
 from pathlib import Path
 
 import pyarrow
@@ -84,10 +85,10 @@ def test_every_format_gives_the_batches_of_its_texts_on_any_ranks_after_any_stop
         assert same(global_batches(cfg, source, TOKENIZER, 1, 12), reference)
         head = global_batches(cfg, source, TOKENIZER, 2, 5)
         assert same(head + global_batches(cfg, open_source(cfg), TOKENIZER, 1, 7, head[-1][3]), reference)
-    for read_bytes in (7, 1 << 20):  # any row, in any step
+    for read_bytes in (7, 1 << 20):  # from any row on
         monkeypatch.setattr(formats, "READ_BYTES", read_bytes)
-        for start, step in itertools.product((0, 1, 36, 37, 179, 180, 181), (1, 7)):
-            assert list(source.texts(f"train-1{suffix}", start, step)) == TEXTS[120 + start :: step]
+        for start in (0, 1, 36, 37, 179, 180, 181):
+            assert list(source.read(f"train-1{suffix}", start)) == TEXTS[120 + start :]
 
 
 class Counted(io.BytesIO):
@@ -136,9 +137,9 @@ def test_a_gzip_file_is_read_on_near_any_line_with_places_of_readers_that_were_k
 def test_a_field_in_a_field(tmp_path, suffix):
     FORMATS[suffix](tmp_path / f"a{suffix}", [str(i) for i in range(9)])
     source = local(tmp_path, data__text_key="meta.text")
-    assert list(source.texts(source.train_shards[0])) == [str(i) for i in range(9)]
+    assert sorted(chain(*split(source))) == [str(i) for i in range(9)]
     with pytest.raises(UserError, match=r"data\.text_key"):
-        list(local(tmp_path, data__text_key="meta.body").texts(source.train_shards[0]))
+        split(local(tmp_path, data__text_key="meta.body"))
 
 
 def test_a_dataset_that_datasets_has_saved(tmp_path):
@@ -162,7 +163,7 @@ def test_text_files_are_a_document_each_and_the_only_document_is_cut_in_two(tmp_
     for i in range(30):
         (tmp_path / f"{i:02d}.txt").write_text(f"text\n\n{i}")
     source = local(tmp_path)
-    assert len(source.train_shards) == 31 and list(source.texts("07.txt")) == ["text\n\n7"]
+    assert len(source.train_shards) == 31 and "text\n\n7" in chain(*split(source))
     assert len(split(source)[1]) == 1  # of so few at least one
 
 
@@ -228,7 +229,7 @@ def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
     texts = [*NASTY, "word " * 2_000_000, "after"]
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts) + odd)
     read = ["caf\ufffd \ufffd\ufffd", "é\ufffd\ufffd\ufffd", ""]
-    assert list(local(tmp_path).texts("a.jsonl")) == texts + read
+    assert sorted(chain(*split(local(tmp_path)))) == sorted(texts + read)
 
 
 BAD = {
@@ -288,10 +289,10 @@ def test_a_shard_that_is_cut_off_or_gone(root, keep):
     source = open_source(make_config(data__root=root))
     rule = r"c4-train\.00001-of-00002\.json\.gz: damaged or cut off after document \d+ .*Fetch this shard again"
     with pytest.raises(UserError, match=rule):
-        list(source.read(source.train_shards[1], 0, 2))
+        list(source.read(source.train_shards[1]))
     path.unlink()
     with pytest.raises(UserError, match=r"c4-train\.00001-of-00002\.json\.gz: No such file.*data\.root"):
-        list(source.read(source.train_shards[1], 0, 2))
+        list(source.read(source.train_shards[1]))
 
 
 def test_globs_below_the_root_or_absolute_name_the_same_text(root):

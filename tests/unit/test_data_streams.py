@@ -1,22 +1,27 @@
-"""The data order: which documents a stream holds, in which order, and that none is lost or repeated."""
+"""The data order: every document once an epoch, whatever the files, the streams and the ranks."""
 
+from collections import Counter
 from itertools import takewhile
 
 import numpy as np
 import pytest
-from data_corpus import LetterTokenizer, MemorySource, corpus
+from data_corpus import LetterTokenizer, MemorySource, corpus, global_batches, make_config, tokens_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dlr_pretrain.data import documents
-from dlr_pretrain.data.streams import DocumentStream, Position, permutation
+from dlr_pretrain.data.order import cut, permutation
+from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
+PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
 
 
-def epochs(source, stream, num_streams, count, seed=42):
+def epochs(source, stream, num_streams, count, seed=42, packed=True):
     """The documents of the first epochs of a stream, each as a list of its token lists."""
     out = [[] for _ in range(count)]
-    chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Position())
+    chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams, packed).chunks(Position())
     for position, some in takewhile(lambda chunk: chunk[0].epoch < count, chunks):
         out[position.epoch] += [tuple(tokens) for tokens in np.split(some.tokens, some.starts[1:])]
     return out
@@ -26,37 +31,148 @@ def expected(texts):
     return sorted((*ids, 1) for ids in TOKENIZER.encode(texts))
 
 
+def passes(source, texts, global_batch, streams, ranks, packing, least):
+    """The epochs after at least ``least``, how often each document was begun till then, and how many beginnings are cut
+    off to nothing but </s>."""
+    keys = {"train__global_batch": global_batch, "train__seq_len": 8, "data__streams": streams}
+    cfg = make_config(data__packing=packing, **keys)
+    each = global_batch * (8 if packing == "packed" else 1)
+    total = sum(len(text) + 1 if packing == "packed" else 1 for shard in texts for text in shard)
+    steps = -(-round(least * total) // each)
+    rows = np.stack([inputs for inputs, *_ in global_batches(cfg, source, TOKENIZER, ranks, steps)])
+    own = rows.reshape(steps, streams, -1).swapaxes(0, 1).reshape(streams, -1)  # the tokens of each stream
+    cut_off = int(((own == 1) & (np.pad(own, ((0, 0), (1, 0)), constant_values=1)[:, :-1] == 1)).sum())
+    begun = Counter(own.ravel().tolist())
+    return steps * each / total, [begun[3 + ord(text[0]) % 39_000] for shard in texts for text in shard], cut_off
+
+
+@st.composite
+def layouts(draw, fewest=1):
+    """Files of any number and sizes, streams, ranks that share them, and a packing."""
+    streams = draw(st.sampled_from([1, 2, 3, 8, 12]))
+    ranks = draw(st.sampled_from([ranks for ranks in (1, 2, 6, 12) if streams % ranks == 0]))
+    sizes = draw(st.lists(st.one_of(st.integers(1, 6), st.integers(1, 120)), min_size=1, max_size=9))
+    sizes[0] += max(0, fewest * streams - sum(sizes))
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=50))
+    names = iter(range(0x4E00, 0x4E00 + sum(sizes)))
+    texts = [[chr(next(names)) + "x" * lengths[i % len(lengths)] for i in range(size)] for size in sizes]
+    return texts, streams * draw(st.sampled_from([1, 2])), streams, ranks, draw(st.sampled_from(["packed", "pad"]))
+
+
+def check_tokens(folder, layout):
+    texts, *how = layout
+    epochs, begun, cut_off = passes(tokens_of(folder, texts), texts, *how, least=2.4)
+    assert epochs - 1 <= min(begun) + cut_off and max(begun) <= min(begun) + cut_off + 1 and max(begun) <= epochs + 1
+
+
+def check_text(layout):
+    texts, *how = layout
+    epochs, begun, _ = passes(MemorySource(texts), texts, *how, least=2)
+    assert int(epochs) - 1 <= min(begun) and max(begun) <= int(epochs) + 1
+
+
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(QUICK, max_examples=300)
+
+
+@QUICK
+@given(layout=layouts())
+def test_no_two_documents_differ_by_more_than_one_pass(tmp_path_factory, layout):
+    check_tokens(tmp_path_factory.mktemp("tokens"), layout)
+
+
+@QUICK
+@given(layout=layouts(fewest=16))
+def test_text_that_is_streamed_is_read_once_an_epoch(layout):
+    check_text(layout)
+
+
+@pytest.mark.full
+@MANY
+@given(layout=layouts())
+def test_no_two_documents_differ_by_more_than_one_pass_300(tmp_path_factory, layout):
+    check_tokens(tmp_path_factory.mktemp("tokens"), layout)
+
+
+@pytest.mark.full
+@MANY
+@given(layout=layouts(fewest=16))
+def test_text_that_is_streamed_is_read_once_an_epoch_300(layout):
+    check_text(layout)
+
+
+SIZES = {
+    "99 to 1": [594, 6],
+    "eight, the last short": [*[60] * 7, 4],
+    "ten lognormal": [int(20 * n) + 1 for n in np.random.default_rng(0).lognormal(0, 1.5, 10)],
+    "one": [400],
+}
+
+
+@PACKINGS
+@pytest.mark.parametrize("streams", [1, 8, 64])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_files_of_any_size_get_their_share_of_the_tokens(tmp_path, sizes, streams, packing):
+    names = iter(range(0x4E00, 0x4E00 + sum(sizes)))
+    texts = [[chr(next(names)) + "x" * (7 * i % 23) for i in range(n)] for n in sizes]
+    for source in (tokens_of(tmp_path, texts), MemorySource(texts)):
+        if sum(sizes) < 16 * streams and isinstance(source, MemorySource):
+            continue  # such a text is tokenised first
+        epochs, begun, _ = passes(source, texts, streams, streams, 1, packing, least=3)
+        ends = np.cumsum(sizes)
+        of_files = [np.mean(begun[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        assert max(of_files) - min(of_files) <= 1 and np.allclose(np.mean(begun), epochs, rtol=0.05)
+
+
 @pytest.mark.parametrize(("shards", "num_streams"), [(1, 1), (1, 8), (3, 8), (4, 4), (5, 2), (20, 4)])
-def test_each_epoch_of_the_streams_is_every_document_once(shards, num_streams):
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_epoch_of_the_streams_is_every_document_once(shards, num_streams, packed):
     texts = corpus(shards, 29)
-    first = [epochs(MemorySource(texts), v, num_streams, 2) for v in range(num_streams)]
+    first = [epochs(MemorySource(texts), v, num_streams, 2, packed=packed) for v in range(num_streams)]
     for epoch in range(2):
         seen = [document for stream in first for document in stream[epoch]]
         assert sorted(seen) == expected([text for shard in texts for text in shard])
 
 
-def test_whole_shards_where_there_are_enough_and_otherwise_every_mth_document():
-    texts = corpus(7, 10)
-    (epoch,) = epochs(MemorySource(texts), 1, 4, 1)
-    assert sorted(epoch) == expected(texts[1] + texts[5])
-    texts = corpus(3, 10)  # of 8 streams, 0 to 2 meet on shard 0, 3 to 5 on shard 1, 6 and 7 on shard 2
-    for stream, wanted in ((2, texts[0][2::3]), (3, texts[1][0::3]), (7, texts[2][1::2])):
-        (epoch,) = epochs(MemorySource(texts), stream, 8, 1)
-        assert sorted(epoch) == expected(wanted)
+def test_a_document_that_two_streams_share_ends_in_both(tmp_path):
+    texts = [["a" * 9, "b" * 12, "c" * 4]]
+    first = [epochs(tokens_of(tmp_path, texts), v, 4, 1)[0] for v in range(4)]
+    assert [sum(map(len, own)) for own in first] == [7, 7, 7, 7]
+    assert all(document[-1] == 1 and 1 not in document[:-1] for own in first for document in own)
 
 
-def test_epochs_streams_and_seeds_have_orders_of_their_own(monkeypatch):
+def test_streams_take_turns_where_documents_cannot_be_divided(tmp_path):
+    texts = [[letter * 3 for letter in "abcdefghi"]]  # one stream of eight gets two documents an epoch
+    epochs, begun, _ = passes(tokens_of(tmp_path, texts), texts, 8, 8, 1, "pad", least=24)
+    assert epochs >= 24 and max(begun) - min(begun) <= 3  # letters: a document has three
+
+
+@pytest.mark.parametrize("streams", [8, 64, 512])
+def test_shards_of_almost_one_size_are_read_by_one_stream_each(streams):
+    """C4's 1,024 shards: their sizes differ by some thousandths."""
+    sizes = np.random.default_rng(1).normal(319e6, 0.7e6, 1024).astype(int).tolist()
+    for epoch in range(2):
+        order = permutation(1024, 42, epoch)
+        pieces = [cut(sizes, order, v, streams, slack=0.025) for v in range(streams)]
+        read = Counter(piece.shard for own in pieces for piece in own)
+        assert set(read) == set(range(1024)) and set(read.values()) == {1}
+        shares = [sum(piece.end - piece.begin for piece in own) for own in pieces]
+        assert max(shares) / np.mean(shares) < 1.05 > np.mean(shares) / min(shares)
+
+
+def test_epochs_streams_and_seeds_have_orders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
-    source = MemorySource(corpus(6, 50))
-    first, second = epochs(source, 0, 2, 2)
-    assert first != second and sorted(first) == sorted(second)
-    assert epochs(source, 0, 2, 1, seed=43)[0] != first
+    for source in (MemorySource(corpus(6, 50)), tokens_of(tmp_path, corpus(6, 50))):
+        first, second = epochs(source, 0, 1, 2)
+        assert first != second and sorted(first) == sorted(second)
+        assert epochs(source, 0, 1, 1, seed=43)[0] != first
     first, second = epochs(MemorySource(corpus(1, 50)), 0, 1, 2)
     assert first != second  # also where there is one order of shards
     assert permutation(8, 42, 0, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]  # with any version of numpy
 
 
-def test_documents_are_shuffled_within_their_block_which_documents_or_characters_end(monkeypatch):
+def test_documents_are_shuffled_within_their_block(monkeypatch):
+    """Documents or characters end a block."""
     monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
     texts = corpus(1, 40)
     (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
@@ -65,19 +181,23 @@ def test_documents_are_shuffled_within_their_block_which_documents_or_characters
         assert sorted(block) == expected(texts[0][start : start + 16]) and block != sorted(block)
     monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 1000)
     texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
-    chunks = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1).chunks(Position())
-    assert {p.block for p, _ in takewhile(lambda chunk: chunk[0].epoch == 0, chunks)} == {0, 4, 8, 12, 16}
+    chunks = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1, True).chunks(Position())
+    assert {p.row for p, _ in takewhile(lambda chunk: chunk[0].epoch == 0, chunks)} == {0, 4, 8, 12, 16}
 
 
-@pytest.mark.parametrize(
-    ("shards", "stream", "streams", "rule"),
-    [
-        ([["text"], []], 1, 2, r"1 document for 2 data streams: stream 1 has no text\. Set data\.streams=1"),
-        ([["one", "two"]], 5, 8, r"2 documents for 8 data streams: stream 5 has no text\. Set data\.streams=2"),
-        ([[]], 0, 1, r"0 documents for 1 data stream: stream 0 has no text\. Give other files"),
-    ],
-)
-def test_a_stream_without_text_ends_with_its_reason(shards, stream, streams, rule):
-    with pytest.raises(UserError, match=rule):
-        for _ in DocumentStream(MemorySource(shards), TOKENIZER, 42, stream, streams).chunks(Position()):
-            pass
+def test_tokens_are_shuffled_across_the_whole_share(tmp_path, monkeypatch):
+    """The few documents of a small file do not come one after the other."""
+    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    texts = corpus(2, 200)
+    texts[1] = texts[1][:20]
+    (epoch,) = epochs(tokens_of(tmp_path, texts), 0, 1, 1)
+    small = [at for at, document in enumerate(epoch) if document in expected(texts[1])]
+    assert sorted(epoch) == expected(texts[0] + texts[1]) and max(np.diff(small)) > 10
+
+
+@pytest.mark.parametrize("texts", [[[]], [["", ""], [""]]])
+def test_a_source_without_text_is_refused(tmp_path, texts):
+    for source in (MemorySource(texts), tokens_of(tmp_path, texts)):
+        with pytest.raises(UserError, match=r"no text to train on\. Give other files, or see data\.text_key"):
+            for _ in DocumentStream(source, TOKENIZER, 42, 1, 2, True).chunks(Position()):
+                pass

@@ -1,9 +1,10 @@
-"""Pre-tokenised shards: the very batches of their text; preparing them goes on after a kill, and damage is named."""
+"""Pre-tokenised shards: small text becomes them by itself; preparing goes on after a kill, and damage is named."""
 
 import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,9 @@ import tokenizers.pre_tokenizers
 import torch
 from data_corpus import NASTY, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, tokens, validation_set
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, make_tokens
+from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, make_tokens, tokenised_once
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 from tests.conftest import ROOT, main_of
@@ -54,27 +55,77 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("packing", ["packed", "pad"])
-def test_the_batches_and_the_validation_set_are_those_of_the_text(root, made, model, packing, monkeypatch):
+def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
     keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
-    text = opened(make_config(data__root=root, tokenizer__path=model, **keys))
+    cfg, source, tokenizer = opened(
+        make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model, **keys)
+    )
+    said: list[str] = []
+    text = cfg, tokenised_once(source, tokenizer, cfg.num_streams, said.append), tokenizer
     tokens = opened(make_config("tokens", data__root=made, **keys))
     for cfg, source, tokenizer in (text, tokens):  # a run on text goes on with its tokens
-        open_record(made.parent, cfg, {"shards": source.fingerprint, "pieces": tokenizer.fingerprint})
+        prints = {"shards": source.fingerprint, "order": source.order, "pieces": tokenizer.fingerprint}
+        open_record(made.parent, cfg, prints)
         update_record(made.parent, {"saved": 1})
-    for block in ((documents.BLOCK_DOCUMENTS, documents.BLOCK_CHARACTERS), (7, 400)):
-        monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", block[0])
-        monkeypatch.setattr(documents, "BLOCK_CHARACTERS", block[1])
-        whole = global_batches(*text, 1, 40)  # several epochs
-        head = global_batches(*tokens, 2, 17)
-        assert same(head + global_batches(*text, 4, 3, head[-1][3]), whole[:20])
-        assert same(global_batches(*tokens, 4, 20, whole[19][3]), whole[20:])
+    whole = global_batches(*text, 1, 40)  # several epochs
+    head = global_batches(*tokens, 2, 17)
+    assert same(head + global_batches(*text, 4, 3, head[-1][3]), whole[:20])
+    assert same(global_batches(*tokens, 4, 20, whole[19][3]), whole[20:])
     for budget in (1, 500, 10**6):
         both = []
-        for cfg, source, tokenizer in (text, tokens):
+        for cfg, source, tokenizer in (
+            text,
+            tokens,
+            opened(make_config(data__root=root, tokenizer__path=model, **keys)),
+        ):
             cfg.eval.tokens = budget
             found = validation_set(cfg, source, tokenizer)
             both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
-        assert all(map(torch.equal, *both))
+        assert all(map(torch.equal, both[0], both[1])) and all(map(torch.equal, both[0], both[2]))
+    assert len(said) == 1 and said[0].startswith("tokenising the text (some 0.")
+
+
+def kept(cfg, said=None):
+    """The folder where the tokens of a configuration's text are kept."""
+    _, source, tokenizer = opened(cfg)
+    return tokenised_once(source, tokenizer, cfg.num_streams, (said if said is not None else []).append).root
+
+
+def test_small_text_is_tokenised_once_and_again_where_it_changes(root, model, tmp_path):
+    said: list[str] = []
+    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+    first = kept(cfg, said)
+    assert first.parent == tmp_path / "cache" / "tokens" and kept(cfg, said) == first and len(said) == 1
+    path = root / "c4-train.00001-of-00003.json.gz"
+    os.utime(path, ns=(1, 1))  # as an edit that leaves its size
+    assert kept(cfg, said) != first and len(said) == 2
+    (tmp_path / "other.model").write_bytes((ROOT / "tests/unit/other.spiece.model").read_bytes())
+    cfg.tokenizer.path = str(tmp_path / "other.model")
+    assert kept(cfg, said) != first and len(said) == 3
+    assert [folder.name for folder in first.parent.iterdir() if folder.name.startswith(".")] == []
+
+
+def test_starts_at_once_tokenise_small_text_to_one_folder(root, model, tmp_path):
+    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: kept(cfg), range(4)))
+    assert len({*folders}) == 1 and len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+
+
+def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeypatch):
+    monkeypatch.setattr(tokens, "SMALL_CHARACTERS", 1000)
+    monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 10)
+    _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
+    assert tokenised_once(source, tokenizer, 8, print) is source
+    assert isinstance(tokenised_once(source, tokenizer, 64, print), TokenSource)
+    assert source.order != TokenSource.order  # so that a run does not go on in the other
+
+
+def test_a_cache_without_room_is_named(root, model, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match=r"cache/tokens: the tokens of the text cannot be kept here: .* data\.cache"):
+        kept(make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model))
 
 
 def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
@@ -91,7 +142,12 @@ def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
     made = TokenSource(tmp_path / "tokens")
     assert made.vocab_size == 70_001 and made.shard(made.train_shards[0])[0].dtype == np.int32
     tokens = opened(make_config("tokens", data__root=tmp_path / "tokens", **keys))
-    assert same(*(global_batches(*each, 2, 200) for each in (text, tokens)))  # several epochs
+    batches = global_batches(*tokens, 2, 2 * 2400 // 64)
+    read = {int(id) for inputs, *_ in batches for id in inputs.ravel()}
+    held = [t for shard in text[1].validation_shards for t in text[1].read(shard) if t is not None]
+    assert {f"w{i}" for i in range(7, 900) if i % 9 and i not in read} <= {
+        t.split()[0] for t in held
+    } and 70_000 in read
     one, two = (validation_set(*each) for each in (text, tokens))
     assert one.tokens.tolist() == two.tokens.tolist() and one.real_tokens == two.real_tokens
 
@@ -130,14 +186,14 @@ def test_any_number_of_workers_writes_the_same_and_sound_shards_are_kept(root, m
     assert content(tmp_path / "several") == whole
     names = sorted(path.name for path in made.glob("train*.tokens"))
     (made / names[0]).write_bytes(whole[names[0]][:-1])
-    (made / names[1]).with_suffix(".rows").unlink()
+    (made / names[1]).with_suffix(".ends").unlink()
     assert make(root, model, made, workers=2) == [False, False, True, True] and content(made) == whole
 
 
 class Deadly(TextSource):
     """Its readers are killed, as where memory runs out."""
 
-    def read(self, shard, start=0, step=1):
+    def read(self, shard, start=0):
         os.kill(os.getpid(), signal.SIGKILL)
         yield ""
 
@@ -189,11 +245,11 @@ ONE = "train-00001-of-00003.tokens"
     ("damage", "rule"),
     [
         (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
-        (lambda f: cut((f / ONE).with_suffix(".rows")), rf"{ONE}: damaged or foreign"),
+        (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
         (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
         (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no folder of tokens. Make it with scripts"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 3, "source": "s"}'), "manifest.json: damaged"),
+        (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads format"),
         (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
     ],

@@ -1,0 +1,87 @@
+"""The data order: which part of the text each stream reads in each epoch.
+
+An epoch lays the shards end to end in a seeded order and cuts the line into equal parts, one a stream. The line is
+measured in what a stream uses up: tokens where documents are packed, documents where each is padded. Every stream gives
+equally many sequences, so all of them finish an epoch together, whatever the sizes of the files. Parts differ by one
+token or document where the line cannot be divided; each epoch a stream takes the next part, so this never adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+Place = tuple[int, int]  # of a block in a share: piece and row, or 0 and the number of the block
+
+
+class Piece(NamedTuple):
+    """A part of a shard, in the measure of its source."""
+
+    shard: int  # its index
+    begin: int
+    end: int
+    size: int  # of the whole shard
+
+    @property
+    def is_part(self) -> bool:
+        return self.end - self.begin < self.size
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a stream reads in an epoch."""
+
+    pieces: list[Piece]
+    packed: bool  # the measure: tokens, or else documents
+    key: tuple[int, ...]  # seeds the order inside the share
+
+
+def permutation(n: int, *key: int) -> np.ndarray:
+    """A seeded order of n items, int64 [n].
+
+    It sorts raw words of PCG64, because numpy keeps these and SeedSequence stable, but not ``Generator.permutation``,
+    and a run must resume under another version of numpy.
+    """
+    words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+def fraction(*key: int) -> float:
+    """A seeded number in [0, 1)."""
+    return int(np.random.PCG64(np.random.SeedSequence((*key, 1))).random_raw()) / (1 << 64)
+
+
+def cut(
+    sizes: Sequence[int], order: np.ndarray, part: int, parts: int, turn: float = 0.0, slack: float = 0.0
+) -> list[Piece]:
+    """Part ``part`` of ``parts`` equal ones of the shards in ``order``.
+
+    The first part begins after the share ``turn`` of the whole, and the last ends there. With ``slack``, parts may
+    differ by twice this share, so that fewer shards are read by two streams: shards of almost one size count as equal,
+    and a cut that is near the end of a shard moves there.
+    """
+    order = np.concatenate((order, order))
+    edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))
+    total, count = int(edges[-1]) // 2, len(sizes)
+    cuts = int(turn * total) + np.arange(parts + 1) * total // parts
+    if slack:
+        shards = np.arange(parts + 1) * count / parts
+        shards = np.where(np.abs(shards - shards.round()) * parts <= slack * count, shards.round(), shards)
+        equal = np.interp(shards, np.arange(len(edges)), edges).astype(np.int64)
+        if np.abs(np.diff(equal) * parts / total - 1).max() <= 2 * slack:
+            cuts = equal
+        else:
+            nearest = edges[np.abs(edges - cuts[:, None]).argmin(axis=1)]
+            cuts = np.where(np.abs(nearest - cuts) * parts <= slack * total, nearest, cuts)
+    begin, end = int(cuts[part]), int(cuts[part + 1])
+    pieces = []
+    for at in range(int(np.searchsorted(edges, begin, "right")) - 1, len(order)):
+        start, stop = int(edges[at]), int(edges[at + 1])
+        if start >= end:
+            break
+        if max(start, begin) < min(stop, end):
+            pieces.append(Piece(int(order[at]), max(begin - start, 0), min(end, stop) - start, stop - start))
+    return pieces
