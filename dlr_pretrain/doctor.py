@@ -228,6 +228,9 @@ class RankChecks:
             batch = next(batches)
         sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
         found = f'{text.source.describe()}, vocabulary {text.tokenizer.vocab_size:,}; first batch: "{sample}..."'
+        found += "".join(f"; {label}: {files}" for label, files in text.source.contents.items())
+        if text.source.remark:
+            raise UserWarning(f"{found}. {text.source.remark}")
         if text.unknown > MUCH_UNKNOWN:
             raise UserWarning(f"{found}. {text.unknown:.0%} of it is unknown to the tokenizer: look at tokenizer.path")
         return found

@@ -11,7 +11,7 @@ from string import Template
 
 from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw
 from dlr_pretrain.analysis.runs import read_runs
-from dlr_pretrain.analysis.tables import Table, run_tables
+from dlr_pretrain.analysis.tables import Table, run_tables, table
 from dlr_pretrain.util.files import write_durably
 
 NUMBERS = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", "ppl", "convention", "speed", "mfu",
@@ -27,9 +27,9 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     found = read_runs(places)
     tables, folder = run_tables(found), output / "tables"
     folder.mkdir(parents=True, exist_ok=True)
-    for table in tables:
-        table.frame.to_csv(folder / f"{table.name}.csv", index=False)
-        (folder / f"{table.name}.tex").write_text(table.latex(), encoding="utf-8")
+    for one in tables:
+        one.frame.to_csv(folder / f"{one.name}.csv", index=False)
+        (folder / f"{one.name}.tex").write_text(one.latex(), encoding="utf-8")
     parts = [*tables, *draw(found, output / "figures")]
     write_page("Pre-training runs", found.remarks, parts, command, output)
     found.runs[NUMBERS].to_csv(output / "numbers.csv", index=False)
@@ -41,7 +41,10 @@ def write_report(run_dir: Path) -> None:
     found = read_runs([run_dir])
     loss = curves(found, run_dir / "plots", "loss", "train/loss", "train/tokens", LOSS)
     command = shlex.join(found.runs.start.iloc[0].get("command", []))
-    write_page(found.runs["name"].iloc[0], found.remarks, [*run_tables(found), loss], command, run_dir)
+    files = found.runs.start.iloc[0].get("files", {})
+    read = [table("files", "What was read", [{"For": use, "Files": names} for use, names in files.items()])]
+    parts = [*run_tables(found), *(read if files else []), loss]
+    write_page(found.runs["name"].iloc[0], found.remarks, parts, command, run_dir)
 
 
 def write_page(

@@ -75,8 +75,9 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={as_typed(option)}"
     if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
-    if name == "data.revision" and not (cfg.data.root or "").startswith("hf://"):
-        yield "data.root is not on the hub"
+    places = (cfg.data.root, cfg.data.train_files, cfg.data.validation_files)
+    if name == "data.revision" and not any((place or "").startswith("hf://") for place in places):
+        yield "no text is on the hub"
     if name in ("train.lr_decay", "train.min_lr_ratio") and cfg.train.lr_decay_steps == 0:
         yield "train.lr_decay_steps=0"
     if name == "scale.rank" and "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:

@@ -25,11 +25,11 @@ from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenised
 from dlr_pretrain.data.extent import HEAD_BYTES, extent
 from dlr_pretrain.data.files import File, at_commits
 from dlr_pretrain.data.order import Piece, Place, Share
-from dlr_pretrain.data.splits import choose
+from dlr_pretrain.data.splits import Choice, choose
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.text import plural
+from dlr_pretrain.util.text import amount, plural, shortened
 
 TOLD_ROWS = 5  # bad rows that a process tells of by their number
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
@@ -63,7 +63,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     chosen = choose(root, data, progress)
     where = root or os.path.dirname(chosen.train[0].address)
     source = TextSource(data, where, chosen.train, chosen.validation, version)
-    source.left_out = chosen.left_out
+    source.contents = contents(chosen, data)
     if data.source == "sample":
         source.tokenizer_path = Path(root, sample.TOKENIZER_FILE)
     return source
@@ -90,7 +90,8 @@ class TextSource:
         self.holds_out = not validation
         self.halves = False  # the only document is cut in two instead
         self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
-        self.left_out: list[tuple[str, str]] = []  # files, and why
+        self.contents: dict[str, str] = {}  # which files are for training and for validation, and which are left out
+        self.remark = ""  # on what reading this text costs
         self._told: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:
             texts = (text for shard in self.train_shards for _, text in self._file_rows(shard) if text is not None)
@@ -189,6 +190,23 @@ class TextSource:
             return f"{self.where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
         share = f"{100 * self.data.held_out:g} % of the {'document' if self.halves else 'documents'}"
         return f"{self.where}: {plural(len(self.train_shards), 'train shard')}, {share} held out for validation"
+
+
+def contents(chosen: Choice, data: Data) -> dict[str, str]:
+    """Which files are for training and for validation, and which are left out, with the reason of each."""
+
+    def listed(files: list[File]) -> str:
+        size = amount(sum(file.size or 0 for file in files))
+        return f"{plural(len(files), 'file')} ({size}B): {', '.join(shortened([file.name for file in files]))}"
+
+    held_out = f"{100 * data.held_out:g} % of these documents, by a hash of each"
+    reasons = {why: [name for name, one in chosen.left_out if one == why] for _, why in chosen.left_out}
+    left_out = "; ".join(f"{', '.join(shortened(names))} ({why})" for why, names in reasons.items())
+    found = {
+        "training": listed(chosen.train),
+        "validation": listed(chosen.validation) if chosen.validation else held_out,
+    }
+    return found | ({"left out": left_out} if left_out else {})
 
 
 def _hash(text: str) -> int:

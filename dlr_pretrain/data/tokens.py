@@ -34,7 +34,7 @@ import numpy as np
 from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Block, Tokens, token_dtype
 from dlr_pretrain.data.files import user_cache
-from dlr_pretrain.data.order import Piece, Place, Share, permutation
+from dlr_pretrain.data.order import Piece, Place, Share, cut, permutation
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import sync, write_durably
@@ -50,6 +50,7 @@ TOKENS, ENDS = ".tokens", ".ends"  # suffixes of a shard's files
 PREPARE = "Make it with scripts/prepare_data.py"
 SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some ten seconds of sentencepiece
 FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
+MUCH_READ = 2.0  # times a text that is streamed is read in an epoch
 PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
@@ -75,16 +76,17 @@ class TokenSource:
     """A folder of pre-tokenised shards: a source without texts. Opening it checks that it is whole."""
 
     version: str | None = None
+    remark = ""
     order, slack = "tokens 2", 0.0  # a run resumes only in the order that it has; no cut is moved
     fix = f"{PREPARE} again: it keeps the sound shards"
 
     def __init__(self, root: Path):
         self.root = root
         self.tokenizer_path: Path | None = root / TOKENIZER
-        self.left_out: list[tuple[str, str]] = []  # files, and why
         manifest = _manifest(root)
         try:
             self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
+            self.contents: dict[str, str] = manifest["contents"]
             about, shards = manifest["tokenizer"], manifest["shards"]
             self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
             self.train_shards = file_names("train", shards["train"])
@@ -207,6 +209,7 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
         "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "shards": {"train": len(train), "validation": len(validation)},
         "made_from": source.describe(),
+        "contents": source.contents,
     }
     try:
         _claim(output, manifest)
@@ -278,6 +281,7 @@ def tokenised_once(
         return source
     characters = sum(source.sizes(packed=True))
     if characters > SMALL_CHARACTERS and sum(source.sizes(packed=False)) >= FEW_DOCUMENTS * streams:
+        source.remark = _cost(source, streams)
         return source
     cache = Path(source.data.cache or user_cache()) / "tokens"
     key = json.dumps([FORMAT, source.state(), tokenizer.fingerprint])
@@ -295,6 +299,18 @@ def tokenised_once(
             rule = f"the tokens of the text cannot be kept here: {error.strerror}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
     made = TokenSource(folder)
-    made.version, made.left_out = source.version, source.left_out
+    made.version, made.contents = source.version, source.contents
     made.fix = "Delete the folder: the next start makes it again. Set data.cache to a folder that all nodes see"
     return made
+
+
+def _cost(source: TextSource, streams: int) -> str:
+    """A remark where streams share the files of a text, so that each file is read by several; else empty."""
+    sizes = source.sizes(packed=True)
+    shares = [cut(sizes, np.arange(len(sizes)), part, streams, slack=source.slack) for part in range(streams)]
+    times = sum(piece.size for share in shares for piece in share) / sum(sizes)
+    if times < MUCH_READ:
+        return ""
+    fix = "scripts/prepare_data.py tokenises it once, and then the order is exact as well"
+    rule = f"because {streams} streams share {plural(len(sizes), 'file')}"
+    return f"each epoch reads the text {times:.0f} times, {rule}: {fix}"

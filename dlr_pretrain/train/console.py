@@ -104,19 +104,23 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
         f"vocabulary {vocabulary:,}{', padded' if vocabulary > text.tokenizer.vocab_size else ''}",
         "data": f"{text.source.describe()}; "
         f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
-        "validation": f"{plural(len(validation.tokens), 'sequence')}, "
-        f"{validation.real_tokens:,} tokens, {cfg.eval.packing}",
+        "training": text.source.contents.get("training", ""),
+        "validation": f"{plural(len(validation.tokens), 'sequence')}, {validation.real_tokens:,} tokens, "
+        f"{cfg.eval.packing}, of {text.source.contents.get('validation', 'the shards for it')}",
+        "left out": text.source.contents.get("left out", ""),
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{anew}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
     }
+    if text.source.remark:
+        table["note"] = text.source.remark
     if text.unknown > MUCH_UNKNOWN:
         table["warning"] = f"the tokenizer reads {text.unknown:.1%} of the tokens as its one unknown token"
     elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):
         table["warning"] = "too little validation text to compare models: see data.held_out and eval.packing"
-    return table
+    return {label: said for label, said in table.items() if said}
 
 
 def duration(seconds: float) -> timedelta:

@@ -90,8 +90,8 @@ def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
                 record_state(run_dir, kinds.get(type(ended), "failed"), first_line(ended) if ended is not None else "")
 
 
-def record_start(run_dir: Path, world_size: int, device: torch.device, text: str) -> None:
-    """Add this start to ``manifest.json``: its machine, its software, and ``text``, which describes its data source."""
+def record_start(run_dir: Path, world_size: int, device: torch.device, text: str, files: dict[str, str]) -> None:
+    """Add this start to ``manifest.json``: its machine, its software, and its data source, described by ``text``."""
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [*map(redact, sys.argv)],
@@ -99,6 +99,7 @@ def record_start(run_dir: Path, world_size: int, device: torch.device, text: str
         "world_size": world_size,
         "device": describe_device(device),
         "text": text,
+        "files": files,
         "git": git_state(),
         "python": platform.python_version(),
         "packages": versions(),

@@ -109,8 +109,10 @@ class Run:
         ranks.use_device()
         if (ranks.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
-        text = self.text.source.describe()
-        ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, text))
+        source = self.text.source
+        ranks.on_main(
+            lambda: record_start(self.dir, ranks.world_size, ranks.device, source.describe(), source.contents)
+        )
         self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.planned, self.dir)
 
     def summarize(self, weights: Weights, start: Start) -> None:

@@ -125,7 +125,14 @@ def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
     tokenizer = LetterTokenizer()
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     count = {"train": len(shards), "validation": 0}
-    manifest = {"format": FORMAT, "source": "", "made_from": "letters", "tokenizer": about, "shards": count}
+    manifest = {
+        "format": FORMAT,
+        "source": "",
+        "made_from": "letters",
+        "contents": {},
+        "tokenizer": about,
+        "shards": count,
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest))
     for name, texts in zip(file_names("train", len(shards)), shards, strict=True):
         ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]

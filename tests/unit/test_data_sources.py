@@ -173,6 +173,29 @@ def split(source):
     return [[t for name in names for t in source.read(name) if t is not None] for names in shards]
 
 
+def test_what_is_read_and_what_is_left_out_is_listed(tmp_path):
+    (tmp_path / "eval").mkdir()
+    for name in ("web.jsonl", "wiki.jsonl", "eval/a.jsonl"):
+        (tmp_path / name).write_bytes(lines_of(TEXTS[:3]))
+    for name in ("LICENSE.txt", "README.md", "valid.csv"):
+        (tmp_path / name).write_text("text")
+    found = local(tmp_path).contents
+    assert found["training"].endswith("B): web.jsonl, wiki.jsonl") and found["training"].startswith("2 files (")
+    assert found["validation"].endswith("B): eval/a.jsonl")
+    assert found["left out"] == (
+        "LICENSE.txt, README.md (a side file); valid.csv (.csv is not read, and its name is of a validation split)"
+    )
+    (tmp_path / "eval" / "a.jsonl").unlink()
+    assert local(tmp_path).contents["validation"] == "1 % of these documents, by a hash of each"
+
+
+def test_copies_of_one_document_are_not_all_held_out(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(100))
+    (tmp_path / "a.jsonl").write_bytes(lines_of([text] * 5))
+    train, held = split(local(tmp_path, data__held_out=0.1))
+    assert [head + tail for head, tail in zip(train, held, strict=True)] == [text] * 5
+
+
 def test_what_is_held_out_is_never_trained_on(tmp_path):
     texts = [f"{i} {'x' * (i % 9)}" for i in range(2000)]
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts[:1500]))

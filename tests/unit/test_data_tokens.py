@@ -118,6 +118,9 @@ def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeyp
     monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 10)
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
     assert tokenised_once(source, tokenizer, 8, print) is source
+    assert source.remark.startswith(
+        "each epoch reads the text 5 times, because 8 streams share 3 files: scripts/prepare"
+    )
     assert isinstance(tokenised_once(source, tokenizer, 64, print), TokenSource)
     assert source.order != TokenSource.order  # so that a run does not go on in the other
 

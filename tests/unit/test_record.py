@@ -32,7 +32,7 @@ def config(*overrides: str):
 
 def open_in(folder, *overrides: str, fingerprint: str = "f", world_size: int = 1) -> dict:
     open_record(folder, config(*overrides), {"data.shards": fingerprint})
-    record_start(folder, world_size, torch.device("cpu"), "some text")
+    record_start(folder, world_size, torch.device("cpu"), "some text", {})
     return json.loads((folder / "manifest.json").read_text())
 
 

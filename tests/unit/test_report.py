@@ -61,9 +61,10 @@ def a_run(
     cfg = replace(cfg, seed=seed, run=replace(cfg.run, dir=str(folder)))
     folder.mkdir(parents=True)
     open_record(folder, cfg, FINGERPRINTS)
-    record_start(folder, 1, torch.device("cpu"), "some text")
+    record_start(folder, 1, torch.device("cpu"), "some text", {})
     start = {"time": moment(0), "command": ["train.py", *words, f"seed={seed}"], "world_size": 1}
     start |= {"device": "CPU, 4 cores", "git": code, "packages": {"torch": "2.13.0"}}
+    start |= {"files": {"left out": "LICENSE.txt"}}
     update_record(folder, {"starts": [start], "parameters": 1_000_000, "flops_per_token": 6e6})
     noise = Random(f"{seed} {level}").gauss
     with MetricsFile(folder / "metrics.jsonl", 0) as file:
@@ -263,4 +264,5 @@ def test_a_run_has_a_report_whatever_it_has_logged(tmp_path, lost, steps):
     write_report(run)
     text = (run / "report.md").read_text()
     assert f"{steps} of 60" in text and "train.py scale=tiny" in text and (run / "report.html").exists()
+    assert "| left out | LICENSE.txt |" in text
     assert (run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
