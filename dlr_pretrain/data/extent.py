@@ -19,16 +19,16 @@ HEAD_BYTES = 1 << 18  # that are read
 HEAD_ROWS = 256  # of a parquet or arrow file
 
 
-def extent(file: File, text_key: str, by_paragraph: bool, cache: str | None = None) -> tuple[float, float]:
+def extent(file: File, text_key: str, by_paragraph: bool) -> tuple[float, float]:
     """The numbers of characters and of documents in a file: estimates, exact where the file is small.
 
-    Rows without a text do not count.
+    Rows without a text do not count. A remote file is not fetched to a cache for this.
     """
-    with open_file(file, cache) as stream:
+    with open_file(file) as stream:
         kind, compression = formats.sniff(file, stream)
         if kind in formats.BINARY.values():
             rows = columns.row_count(kind, stream)
-            head = islice(formats.rows(file, text_key, by_paragraph, cache), HEAD_ROWS)
+            head = islice(formats.rows(file, text_key, by_paragraph), HEAD_ROWS)
             lengths = [len(text) for text in _texts(file, head, text_key)]
             return rows * sum(lengths) / max(1, len(lengths)), float(rows)
         content = stream.read(HEAD_BYTES if file.size is not None else -1)

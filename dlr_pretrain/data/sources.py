@@ -149,7 +149,7 @@ class TextSource:
     def _sizes(self) -> tuple[list[int], list[int]]:
         files, data = [self.files[name] for name in self.train_shards], self.data
         some = files if len(files) <= MEASURED else files[:: -(-len(files) // SAMPLED)]
-        how = (data.text_key, data.document == "paragraph", data.cache)
+        how = (data.text_key, data.document == "paragraph")
         with ThreadPoolExecutor(MEASURING_THREADS) as pool:
             found = dict(zip(some, pool.map(lambda file: extent(file, *how), some), strict=True))
         sized = [one for file, one in found.items() if file.size]

@@ -201,6 +201,15 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
     Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the
     input is unreadable or the output cannot be written.
     """
+    try:
+        yield from _tokenise(source, tokenizer, output, workers)
+    except (OSError, BrokenProcessPool) as error:
+        fix = "Free space, or use fewer --workers if memory ran out, and start again: finished shards are kept"
+        raise UserError(f"{output}: {first_line(error)}. {fix}") from error
+
+
+def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
+    """As ``make_tokens``, which names the errors of the machine."""
     train, validation = source.train_shards, source.validation_shards
     names = (*file_names("train", len(train)), *file_names("validation", len(validation)))
     manifest = {
@@ -211,20 +220,16 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
         "made_from": source.describe(),
         "contents": source.contents,
     }
-    try:
-        _claim(output, manifest)
-        tokenizer.save(output / TOKENIZER)
-        # The fork server has none of this process's threads. It imports once for all workers.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
-            complete = partial(_complete, source, output)
-            yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
-        for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ENDS}")):
-            draft.unlink(missing_ok=True)
-    except (OSError, BrokenProcessPool) as error:
-        fix = "Free space, or use fewer --workers if memory ran out, and start again: finished shards are kept"
-        raise UserError(f"{output}: {first_line(error)}. {fix}") from error
+    _claim(output, manifest)
+    tokenizer.save(output / TOKENIZER)
+    # The fork server has none of this process's threads. It imports once for all workers.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
+        complete = partial(_complete, source, output)
+        yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
+    for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ENDS}")):
+        draft.unlink(missing_ok=True)
 
 
 def _claim(output: Path, manifest: dict) -> None:
@@ -292,11 +297,11 @@ def tokenised_once(
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as draft:
                 whole = Path(draft, "whole")
-                list(make_tokens(source, tokenizer, whole, cores() if characters > PARALLEL_CHARACTERS else 1))
+                list(_tokenise(source, tokenizer, whole, cores() if characters > PARALLEL_CHARACTERS else 1))
                 with suppress(OSError):  # another process was faster
                     whole.rename(folder)
-        except OSError as error:
-            rule = f"the tokens of the text cannot be kept here: {error.strerror}"
+        except (OSError, BrokenProcessPool) as error:
+            rule = f"the tokens of the text cannot be kept here: {first_line(error)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
     made = TokenSource(folder)
     made.version, made.contents = source.version, source.contents
