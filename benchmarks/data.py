@@ -11,9 +11,9 @@ from contextlib import closing
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.loader import BATCHES_AHEAD, TrainLoader
+from dlr_pretrain.data.prepare import tokenised_once
 from dlr_pretrain.data.sources import open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.data.tokens import tokenised_once
 
 
 def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:

@@ -13,10 +13,11 @@ from tqdm import tqdm
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.command_line import typed
+from dlr_pretrain.data.prepare import make_tokens
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.data.tokens import TokenSource, make_tokens
+from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.process import cores

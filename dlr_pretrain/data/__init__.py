@@ -1,10 +1,10 @@
 """Turns a source of text into the batches of a training step."""
 
 from dlr_pretrain.data.loader import Batch, TrainLoader, ValidationSet, validation_set
+from dlr_pretrain.data.packing import inputs_and_targets
+from dlr_pretrain.data.prepare import tokenised_once
 from dlr_pretrain.data.sources import Source, open_source
-from dlr_pretrain.data.streams import inputs_and_targets
 from dlr_pretrain.data.tokenizer import Tokenizer, embedding_rows, load_tokenizer, open_tokenizer
-from dlr_pretrain.data.tokens import tokenised_once
 
 __all__ = ["Batch", "Source", "Tokenizer", "TrainLoader", "ValidationSet", "embedding_rows",
            "inputs_and_targets", "load_tokenizer", "open_source", "open_tokenizer", "tokenised_once",

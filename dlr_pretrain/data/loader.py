@@ -23,8 +23,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import token_dtype
+from dlr_pretrain.data.packing import Row, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.streams import DocumentStream, Position, Row, packed_rows, padded_documents, padded_rows
+from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 

@@ -63,7 +63,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     chosen = choose(root, data, progress)
     where = root or os.path.dirname(chosen.train[0].address)
     source = TextSource(data, where, chosen.train, chosen.validation, version)
-    source.contents = contents(chosen, data)
+    source.left_out, source.contents = chosen.left_out, contents(chosen, data)
     if data.source == "sample":
         source.tokenizer_path = Path(root, sample.TOKENIZER_FILE)
     return source
@@ -90,6 +90,7 @@ class TextSource:
         self.holds_out = not validation
         self.halves = False  # the only document is cut in two instead
         self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
+        self.left_out: list[tuple[str, str]] = []  # files, and why
         self.contents: dict[str, str] = {}  # which files are for training and for validation, and which are left out
         self.remark = ""  # on what reading this text costs
         self._told: set[tuple[str, int]] = set()  # bad rows

@@ -15,7 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis import memory as plan
 from dlr_pretrain.cli import load
-from dlr_pretrain.data.streams import separated
+from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.models import active, build

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dlr_pretrain.data.streams import separated
+from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models.llama import attention, attention_bias
 

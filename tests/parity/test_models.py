@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.streams import separated
+from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama, active, build, fold_
 from dlr_pretrain.models.linear import require_shared_storage

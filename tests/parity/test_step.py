@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import tokens
+from dlr_pretrain.data import prepare
 from dlr_pretrain.data.order import permutation
 from dlr_pretrain.models import build
 from dlr_pretrain.train.ranks import Ranks
@@ -86,8 +86,8 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
 
 
 def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(words, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "SMALL_CHARACTERS", 0)  # the text is streamed
-    monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 0)
+    monkeypatch.setattr(prepare, "SMALL_CHARACTERS", 0)  # the text is streamed
+    monkeypatch.setattr(prepare, "FEW_DOCUMENTS", 0)
     shards = tmp_path / "shards"
     shutil.copytree(corpus, shards)
     first, second = sorted(shards.glob("c4-train.*"))

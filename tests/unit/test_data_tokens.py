@@ -15,9 +15,10 @@ import tokenizers.pre_tokenizers
 import torch
 from data_corpus import NASTY, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, tokens, validation_set
+from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, prepare, validation_set
+from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, make_tokens, tokenised_once
+from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 from tests.conftest import ROOT, main_of
@@ -106,6 +107,15 @@ def test_small_text_is_tokenised_once_and_again_where_it_changes(root, model, tm
     assert [folder.name for folder in first.parent.iterdir() if folder.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b"damaged")])
+def test_a_damaged_folder_of_the_cache_is_made_again(root, model, tmp_path, damage):
+    said: list[str] = []
+    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+    whole = content(kept(cfg, said))
+    damage(tmp_path / "cache" / "tokens" / kept(cfg).name / ONE)
+    assert content(kept(cfg, said)) == whole and len(said) == 2
+
+
 def test_starts_at_once_tokenise_small_text_to_one_folder(root, model, tmp_path):
     cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     with ThreadPoolExecutor(4) as pool:
@@ -114,8 +124,8 @@ def test_starts_at_once_tokenise_small_text_to_one_folder(root, model, tmp_path)
 
 
 def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeypatch):
-    monkeypatch.setattr(tokens, "SMALL_CHARACTERS", 1000)
-    monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 10)
+    monkeypatch.setattr(prepare, "SMALL_CHARACTERS", 1000)
+    monkeypatch.setattr(prepare, "FEW_DOCUMENTS", 10)
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
     assert tokenised_once(source, tokenizer, 8, print) is source
     assert source.remark.startswith(

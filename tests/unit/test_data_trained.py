@@ -16,7 +16,7 @@ def test_a_file_with_1_percent_of_the_text_is_1_percent_of_what_is_learnt(
     corpus, train, tmp_path, monkeypatch, streamed
 ):
     if streamed:  # as a text would be that is too large to be tokenised first
-        monkeypatch.setattr("dlr_pretrain.data.tokens.SMALL_CHARACTERS", 0)
+        monkeypatch.setattr("dlr_pretrain.data.prepare.SMALL_CHARACTERS", 0)
     rng, text = random.Random(0), tmp_path / "text"
     text.mkdir()
     for name, count, first in (("web", 6000, "aeiou"), ("wiki", 60, "t")):

@@ -1,0 +1,94 @@
+"""Documents become rows: packed without gaps, or one padded document a row.
+
+A row holds the seq_len inputs of a sequence and one more token, so that it provides both inputs and targets: nothing is
+stored, read or sent twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from dlr_pretrain.data.documents import Tokens
+from dlr_pretrain.data.streams import Position
+from dlr_pretrain.util.tensors import IGNORE
+
+# A row [seq_len + 1], padded; the number of its tokens that are not padding; and the stream's position after it.
+Row = tuple[np.ndarray, int, Position]
+
+
+def inputs_and_targets(
+    tokens: torch.Tensor, lengths: torch.Tensor, separator: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """A model's ids and targets, int64 [n, seq_len], from rows [n, seq_len + 1] on any device.
+
+    A target is the next id, or IGNORE if that is padding. With a ``separator``, the id that ends a document, this is
+    the result of ``separated``.
+    """
+    wide = tokens.long()
+    predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
+    found = wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
+    return found if separator is None else separated(*found, separator)
+
+
+def separated(
+    ids: torch.Tensor, targets: torch.Tensor, separator: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ids of packed rows [n, seq_len], the targets, and the number of each position's document in its row, from 0.
+
+    A document ends with its only ``separator``, whose target, the start of the next document, becomes IGNORE. So each
+    document is scored on its own, and with the numbers attention can stay inside it.
+    """
+    ends = ids == separator
+    return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
+
+
+def padded_documents(
+    tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [n, seq_len + 1] and their lengths, int32 [n]: a document each, padded, or cut to ``seq_len`` tokens, of
+    which the last is replaced by </s>.
+
+    ``tokens`` [total] are the joined documents, each with its </s>, which begin at ``starts`` [n]. The position after
+    the inputs is always padding, because nothing follows a document.
+    """
+    whole = np.diff(starts, append=len(tokens))
+    lengths = np.minimum(whole, seq_len)
+    beyond = np.append(tokens, np.full(seq_len, pad_id, tokens.dtype))
+    rows = sliding_window_view(beyond, seq_len + 1)[starts]
+    rows[np.arange(seq_len + 1) >= lengths[:, None]] = pad_id
+    rows[whole > seq_len, seq_len - 1] = eos_id
+    return rows, lengths.astype(np.int32)
+
+
+def padded_rows(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Row]:
+    """The documents of the chunks, one a row."""
+    for position, chunk in chunks:
+        rows, lengths = padded_documents(*chunk, seq_len, pad_id, eos_id)
+        for done, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True), position.document + 1):
+            yield row, length, position._replace(document=done, token=0)
+
+
+def packed_rows(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[Row]:
+    """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
+
+    A window's last token is the first of the next. The tokens that are left after the windows of a chunk are carried
+    over to the next chunk.
+    """
+    carried, skip = np.empty(0, np.uint16), position.token
+    for where, chunk in chunks:
+        flat = np.concatenate((carried, chunk.tokens[skip:])) if len(carried) else chunk.tokens[skip:]
+        count = (len(flat) - 1) // seq_len
+        used = count * seq_len
+        if count > 0:
+            # At most seq_len tokens are carried, so the first token after any window lies in this chunk.
+            after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
+            document = np.searchsorted(chunk.starts, after, side="right") - 1
+            token = after - chunk.starts[document]
+            windows = sliding_window_view(flat, seq_len + 1)[::seq_len]
+            for row, d, t in zip(windows, document.tolist(), token.tolist(), strict=True):
+                yield row, seq_len + 1, where._replace(document=where.document + d, token=t)
+        carried, skip = flat[used:], 0
