@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -54,10 +54,18 @@ class File:
     name: str  # below the root of the source
     address: str  # a local path, or an address for fsspec
     size: int | None  # in bytes; None if the server does not say
+    changed: str = field(default="", compare=False)  # what a server says of a version of it, such as its time
 
     @property
     def is_local(self) -> bool:
         return "://" not in self.address
+
+    def state(self) -> list:
+        """What is another where the file, or what lies at its address, is another."""
+        if not self.is_local:
+            return [self.address, self.changed]
+        path, found = os.path.realpath(self.address), os.stat(self.address)
+        return [path, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
     @cached_property
     def identity(self) -> str:
@@ -124,7 +132,7 @@ def _find_remote(root: str, address: str) -> list[File]:
     except FileNotFoundError:
         return []
     return [
-        File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"))
+        File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"), str(entry))
         for name, entry in sorted(found.items())
         if entry["type"] == "file"
     ]

@@ -24,11 +24,13 @@ from dlr_pretrain.util.errors import UserError, first_line
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
 HEAD_BYTES = 512  # that are looked at
 BOM = b"\xef\xbb\xbf"
-COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
+SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which zstd files may begin
+COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"} | SKIPPABLE
 BINARY = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "text", ".parquet": "parquet",
            ".arrow": "arrow"}  # fmt: skip
-SUFFIXES = {name + packed: kind for packed in ("", *COMPRESSED.values()) for name, kind in FORMATS.items()}
+PACKED = tuple(dict.fromkeys(COMPRESSED.values()))
+SUFFIXES = {name + packed: kind for packed in ("", *PACKED) for name, kind in FORMATS.items()}
 FETCH = "Fetch this shard again"
 STRANGERS = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
@@ -70,6 +72,11 @@ def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
         rule = f"is no UTF-8 text: it begins with {head[:8]!r}" if kind in ("lines", "text") else f"is no {kind} file"
         raise UserError(f"{file.address}: {rule}. Convert it, {FETCH.lower()}, or leave it out")
     return kind, found
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a file's name that says its format and compression, such as .jsonl.gz; empty if it has none."""
+    return max((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), key=len, default="")
 
 
 def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:

@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -47,6 +49,7 @@ SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some 
 FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
 MUCH_READ = 2.0  # times a text that is streamed is read in an epoch
 PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
+OLD_SECONDS = 86_400.0  # after which nobody writes a draft any more
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. A damaged one is made again by the next start"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
@@ -81,11 +84,22 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     # The fork server has none of this process's threads. It imports once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
+    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts them as they are needed
         complete = partial(_complete, source, output)
         yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
     for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ENDS}")):
         draft.unlink(missing_ok=True)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that needs it is killed."""
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _claim(output: Path, manifest: dict) -> None:
@@ -170,6 +184,10 @@ def _kept(folder: Path) -> TokenSource | None:
 def _keep(source: TextSource, tokenizer: Tokenizer, folder: Path, workers: int) -> None:
     """Tokenise a text into a folder of the cache. Other processes see it whole; the first of them makes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(".draft-*"):  # of processes that were killed
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > OLD_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as draft:
         whole = Path(draft, "whole")
         list(_tokenise(source, tokenizer, whole, workers))

@@ -11,18 +11,15 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import documents, formats, sample
 from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenised
-from dlr_pretrain.data.extent import HEAD_BYTES, extent
+from dlr_pretrain.data.extent import sizes
 from dlr_pretrain.data.files import File, at_commits
 from dlr_pretrain.data.order import Piece, Place, Share
 from dlr_pretrain.data.splits import Choice, choose
@@ -34,11 +31,6 @@ from dlr_pretrain.util.text import amount, plural, shortened
 TOLD_ROWS = 5  # bad rows that a process tells of by their number
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
-MEASURED, SAMPLED = 64, 8  # so many files are all measured, and of more so many
-MEASURING_THREADS = 8
-UNLIKE = (
-    0.25  # a file whose head differs by more from the others' differs as a whole; by less, its head may do by chance
-)
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 log = logging.getLogger(__name__)
@@ -60,7 +52,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     else:
         data, version = at_commits(data, version)
         root = data.root or ""
-    chosen = choose(root, data, progress)
+    chosen = choose(root, data)
     where = root or os.path.dirname(chosen.train[0].address)
     source = TextSource(data, where, chosen.train, chosen.validation, version)
     source.left_out, source.contents = chosen.left_out, contents(chosen, data)
@@ -140,29 +132,13 @@ class TextSource:
                 yield number, None
 
     def sizes(self, packed: bool) -> list[int]:
-        """The size of each training shard, in characters if ``packed``, else in documents.
-
-        They are estimates by the first bytes of each file, or, of more than ``MEASURED`` files, of some of them.
-        """
+        """The size of each training shard, in characters if ``packed``, else in documents: estimates."""
         return self._sizes[0 if packed else 1]
 
     @cached_property
     def _sizes(self) -> tuple[list[int], list[int]]:
-        files, data = [self.files[name] for name in self.train_shards], self.data
-        some = files if len(files) <= MEASURED else files[:: -(-len(files) // SAMPLED)]
-        how = (data.text_key, data.document == "paragraph")
-        with ThreadPoolExecutor(MEASURING_THREADS) as pool:
-            found = dict(zip(some, pool.map(lambda file: extent(file, *how), some), strict=True))
-        sized = [one for file, one in found.items() if file.size]
-        usual = np.sum(sized, axis=0) / sum(file.size or 0 for file in found) if sized else np.zeros(2)  # per byte
-
-        def size(file: File, measure: int) -> int:
-            expected = usual[measure] * (file.size or 0)
-            own = found[file][measure] if file in found else expected
-            likely = (file.size or 0) > HEAD_BYTES and abs(own - expected) <= UNLIKE * expected
-            return max(1, round(expected if likely else own))
-
-        return [size(file, 0) for file in files], [size(file, 1) for file in files]
+        files = [self.files[name] for name in self.train_shards]
+        return sizes(files, self.data.text_key, self.data.document == "paragraph")
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
         """The blocks of a share in its order, from the block at ``start`` on, each with its place: piece and row."""
@@ -182,8 +158,7 @@ class TextSource:
 
     def state(self) -> list:
         """What decides the texts, with the files as they are now."""
-        changed = [os.stat(file.address).st_mtime_ns for file in self.files.values() if file.is_local]
-        return [self.fingerprint, self.version, [file.address for file in self.files.values()], changed]
+        return [self.fingerprint, *(file.state() for file in self.files.values())]
 
     def describe(self) -> str:
         """One line for the console."""

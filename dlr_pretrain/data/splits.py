@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data.files import File, below, find, open_file, refuse_snapshots
-from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, SUFFIXES, decompressed, sniff
+from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, FORMATS, PACKED, SUFFIXES, decompressed, sniff
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.text import shortened
 
@@ -24,8 +23,8 @@ BLANK_BYTES = 64 << 10  # a text of no more is read whole, to see whether it is 
 SPLITS = ("test", "validation", "train")  # names that say several say the first: it must not be learnt
 WORD = re.compile(
     r"(?<![^\W\d_]| )(?:"  # no letter beside a word, nor a space: that is of a title, as in "Turing test.txt"
-    r"(?P<test>test(?:ing)?)|(?P<train>train(?:ing)?)|"
-    r"(?P<validation>valid(?:ation)?|val|dev|eval(?:uation)?|h[eo]ld[-_.]?out))(?![^\W\d_]| )"
+    r"(?P<test>test(?:ing|s)?)|(?P<train>train(?:ing)?)|"
+    r"(?P<validation>valid(?:ation)?|val|dev|evals?|evaluation|h[eo]ld[-_.]?out))(?:[-_ ]?set)?(?![^\W\d_]| )"
 )
 ALONE = re.compile(r"[-_]*(?:[.\d]|$)")  # what follows a word that is a whole name, but for numbers and suffixes
 SIDE = re.compile(
@@ -45,7 +44,7 @@ class Choice:
     left_out: list[tuple[str, str]]
 
 
-def choose(root: str, data: Data, progress: Callable[[str], None]) -> Choice:
+def choose(root: str, data: Data) -> Choice:
     """The files that ``data`` names. All local ones are opened, of remote ones the first.
 
     Raises UserError if none is to train on, or if the evaluation would be of text that was learnt.
@@ -59,7 +58,7 @@ def choose(root: str, data: Data, progress: Callable[[str], None]) -> Choice:
         raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
     names = {file.name for file in train}  # those of addresses without a root may be the same in both
     validation = [replace(file, name=file.address) if file.name in names else file for file in validation]
-    train, validation = (_with_text(files, data.cache, left_out, progress) for files in (train, validation))
+    train, validation = (_with_text(files, data.cache, left_out) for files in (train, validation))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     if data.validation_files is not None and not validation:
@@ -86,6 +85,10 @@ def _by_names(root: str, given: list[File], left_out: list[tuple[str, str]]) -> 
     found = [(file, _why_no_text(file)) for file in below(root)]
     taken = {file.identity for file in given}
     texts = _once(root, [file for file, why in found if not why and file.identity not in taken], left_out)
+    names = {file.name for file in texts}
+    twins = {name for name in names if name.endswith(PACKED) and os.path.splitext(name)[0] in names}
+    left_out += [(name, "also there without compression") for name in twins]
+    texts = [file for file in texts if file.name not in twins]
     refuse_snapshots(texts)
     named = {split: [file for file in texts if split_of(file.name) == split] for split in SPLITS}
     for split in SPLITS[: 2 if given else 1]:
@@ -99,7 +102,9 @@ def _by_names(root: str, given: list[File], left_out: list[tuple[str, str]]) -> 
     taken |= {file.identity for file in texts}  # with the blobs that names in the cache of huggingface_hub link to
     left_out += [(file.name, why) for file, why in found if why and file.identity not in taken]
     if not named["train"]:
-        rule = "holds no training file" if texts or given else f"holds no file that ends with {', '.join(SUFFIXES)}"
+        left_out += [(file.name, "named as a validation split") for file in named.get("validation", [])]
+        suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(PACKED)}"
+        rule = "holds no training file" if texts or given else f"holds no file that ends with {suffixes}"
         told = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out)]))
         fix = "Set data.root to the folder of the text, or data.train_files to a glob"
         raise UserError(f"data.root={root}: {rule}. {f'Left out: {told}. ' if told else ''}{fix}")
@@ -154,9 +159,7 @@ def _once(root: str, files: list[File], left_out: list[tuple[str, str]]) -> list
     return sorted(kept.values(), key=lambda file: file.name)
 
 
-def _with_text(
-    files: list[File], cache: str | None, left_out: list[tuple[str, str]], progress: Callable[[str], None]
-) -> list[File]:
+def _with_text(files: list[File], cache: str | None, left_out: list[tuple[str, str]]) -> list[File]:
     """The files that hold text. All local ones are looked at, of remote ones the first."""
 
     def look(file: File) -> str:
@@ -164,10 +167,7 @@ def _with_text(
 
     with ThreadPoolExecutor(SNIFF_THREADS) as pool:
         reasons = dict(zip((file.name for file in files), pool.map(look, files), strict=True))
-    for file in files:
-        if why := reasons[file.name]:
-            left_out.append((file.name, why))
-            progress(f"{file.address}: {why}, and left out")
+    left_out += [(name, why) for name, why in reasons.items() if why]
     return [file for file in files if not reasons[file.name]]
 
 

@@ -43,6 +43,8 @@ def paragraphs(texts) -> bytes:
     return ("\n\n \n".join(texts) + "\n").encode()
 
 
+SKIPPED = b"\x50*M\x18\x04\0\0\0skip"  # a frame that zstd passes over
+
 FORMATS = {
     ".jsonl": plain(lines_of),
     ".json": plain(lambda texts: b"\xef\xbb\xbf" + lines_of(texts)),
@@ -52,6 +54,7 @@ FORMATS = {
     ".jsonl.xz": plain(lines_of, lzma.compress),
     ".txt": plain(paragraphs),
     ".txt.gz": plain(paragraphs, gzip.compress),
+    ".skipped.jsonl.zst": plain(lines_of, lambda content: SKIPPED + pyarrow.compress(content, "zstd", asbytes=True)),
     ".parquet": parquet,
     ".arrow": arrow,
     ".packed.jsonl": plain(lines_of, gzip.compress),  # a name may hide how a file is compressed, or that it is not
@@ -294,15 +297,14 @@ def test_what_downloads_and_editors_leave_behind_is_named(tmp_path, name, conten
     assert str(tmp_path) in str(caught.value)
 
 
-def test_an_empty_shard_beside_full_ones_is_left_out_with_a_note(tmp_path):
+def test_an_empty_shard_beside_full_ones_is_left_out(tmp_path):
     for name, texts in (("a", TEXTS[:9]), ("c", TEXTS[9:20])):
         (tmp_path / f"{name}.jsonl").write_bytes(lines_of(texts))
     (tmp_path / "b.jsonl").touch()
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b""))
-    said: list[str] = []
-    source = open_source(make_config("local", data__root=tmp_path), said.append)
+    source = local(tmp_path)
     assert source.train_shards == ("a.jsonl", "c.jsonl")
-    assert [line.rsplit("/", 1)[-1].split(", ")[0] for line in said] == ["b.jsonl: empty", "d.jsonl.gz: empty"]
+    assert source.left_out == [("b.jsonl", "empty"), ("d.jsonl.gz", "empty")]
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])

@@ -107,6 +107,19 @@ def test_small_text_is_tokenised_once_and_again_where_it_changes(root, model, tm
     assert [folder.name for folder in first.parent.iterdir() if folder.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("address", ["", "file://"])
+def test_text_that_was_replaced_is_tokenised_again(root, model, tmp_path, address):
+    """Also where the new text has the same size, and, here, the same time."""
+    given = {"data__root": f"{address}{root}", "data__cache": tmp_path / "cache", "tokenizer__path": model}
+    cfg, path = make_config(**given), root / "c4-train.00001-of-00003.json.gz"
+    first, content, times = kept(cfg), path.read_bytes(), path.stat().st_mtime_ns
+    path.unlink()
+    path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's time of compression
+    if not address:
+        os.utime(path, ns=(times, times))
+    assert kept(cfg) != first
+
+
 @pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b"damaged")])
 def test_a_damaged_folder_of_the_cache_is_made_again(root, model, tmp_path, damage):
     said: list[str] = []

@@ -1,0 +1,99 @@
+"""How much text files are said to hold by their heads, beside how much they hold."""
+
+import bz2
+import gzip
+import lzma
+import random
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_corpus import lines_of
+
+from dlr_pretrain.data.extent import extent, sizes
+from dlr_pretrain.data.files import File
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def several(compress):
+    """One compressed stream after another, as parallel compressors write them."""
+    return lambda content: b"".join(compress(content[at : at + 400_000]) for at in range(0, len(content), 400_000))
+
+
+COMPRESS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.bz2": bz2.compress, ".jsonl.xz": lzma.compress,
+            ".jsonl.zst": zstd, ".2.jsonl.gz": several(gzip.compress), ".2.jsonl.bz2": several(bz2.compress),
+            ".2.jsonl.zst": several(zstd)}  # fmt: skip
+WORDS = [f"{random.Random(i).getrandbits(30):x}" for i in range(5000)]
+
+
+def documents(count: int, words: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(words // 2, 2 * words))) for _ in range(count)]
+
+
+def written(path: Path, content: bytes) -> File:
+    path.write_bytes(content)
+    return File(path.name, str(path), len(content))
+
+
+def measured(file: File, texts: list[str], by_paragraph: bool = False) -> tuple[float, float]:
+    """Characters and documents as they are said, over how many there are."""
+    characters, count = extent(file, "text", by_paragraph)
+    return characters / sum(map(len, texts)), count / len(texts)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_head_says_how_much_text_a_file_holds(tmp_path, suffix):
+    texts = documents(3000, 200)  # 6 MB: beyond each head
+    characters, count = measured(written(tmp_path / f"a{suffix}", COMPRESS[suffix](lines_of(texts))), texts)
+    assert 0.95 < characters < 1.05 and 0.9 < count < 1.1
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_small_file_is_counted(tmp_path, suffix):
+    texts = ["", *documents(30, 20)]
+    file = written(tmp_path / f"a{suffix}", COMPRESS[suffix](b"\n\n" + lines_of(texts)))
+    characters, count = extent(file, "text", False)
+    assert characters == sum(map(len, texts)) and count == len(texts) + 2  # a blank line is a document, too
+
+
+@pytest.mark.parametrize("words", [20_000, 80_000])
+def test_long_documents_are_not_counted_in_part(tmp_path, words):
+    texts = documents(20, words)
+    characters, count = measured(written(tmp_path / "a.jsonl", lines_of(texts)), texts)
+    assert 0.9 < characters < 1.1 and 0.5 < count < 2
+
+
+def test_a_book_is_a_document_and_its_paragraphs_are_many(tmp_path):
+    texts = documents(3000, 100)
+    file = written(tmp_path / "a.txt", "\n\n".join(texts).encode())
+    assert measured(file, ["\n\n".join(texts)]) == (1.0, 1.0)
+    characters, count = measured(file, texts, by_paragraph=True)
+    assert 0.95 < characters < 1.05 and 0.9 < count < 1.1
+
+
+def test_a_table_says_its_rows(tmp_path):
+    texts = documents(1000, 50)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    characters, count = measured(File("a.parquet", str(tmp_path / "a.parquet"), 1), texts)
+    assert 0.9 < characters < 1.1 and count == 1
+
+
+def test_blank_lines_at_the_head_are_read_over(tmp_path):
+    texts = documents(2000, 200)
+    characters, _ = measured(written(tmp_path / "a.jsonl", b"\n" * 400_000 + lines_of(texts)), texts)
+    assert 0.8 < characters < 1.2
+
+
+@pytest.mark.parametrize("count", [6, 90])
+def test_files_of_several_compressions_compare(tmp_path, count):
+    texts = [documents(400, 150, seed) for seed in range(3)]
+    suffixes = [".jsonl", ".jsonl.gz", ".jsonl.zst"]
+    files = [written(tmp_path / f"{i:02d}{suffixes[i % 3]}", COMPRESS[suffixes[i % 3]](lines_of(texts[i % 2])))
+             for i in range(count)]  # fmt: skip
+    characters, many = sizes(files, "text", False)
+    assert max(characters) / min(characters) < 1.1 and max(many) / min(many) < 1.1
