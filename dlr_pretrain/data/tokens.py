@@ -13,7 +13,10 @@ document.
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +49,10 @@ def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mapped(path: Path, dtype: type) -> np.ndarray:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # no empty file can be mapped
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # no empty file can be mapped
+            return np.empty(0, dtype)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)  # np.memmap takes longer
 
 
 class TokenSource:
@@ -75,11 +81,18 @@ class TokenSource:
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a shard, and where its documents end."""
+        with self._named(name) as path:
+            return open_shard(path, self.vocab_size)
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[Path]:
+        """The path of a shard. Errors that reading it raises become UserErrors that name it."""
+        path = self.root / name
         try:
-            return open_shard(self.root / name, self.vocab_size)
+            yield path
         except (OSError, ValueError) as error:
             rule = error.strerror if isinstance(error, OSError) else f"damaged or foreign: {error}"
-            raise UserError(f"{self.root / name}: {rule}. {self.fix}") from error
+            raise UserError(f"{path}: {rule}. {self.fix}") from error
 
     def sizes(self, packed: bool) -> list[int]:
         """The size of each training shard, in tokens if ``packed``, else in documents."""
@@ -122,15 +135,20 @@ class TokenSource:
 
     def _take(self, where: np.ndarray, eos_id: int, numbers: np.ndarray) -> Tokens:
         """The documents with these numbers of a block; one that is cut off ends with </s> instead of its last token."""
-        chosen = where[numbers]
-        names = {shard: self.train_shards[shard] for shard in np.unique(chosen[:, 0]).tolist()}
-        mapped = {shard: self.shard(name)[0] for shard, name in names.items()}  # anew: mapped pages count as memory
-        parts = [mapped[shard][begin:end] for shard, begin, end in chosen.tolist()]
+        chosen, parts = where[numbers], [np.empty(0)] * len(numbers)
+        for shard in np.unique(chosen[:, 0]).tolist():
+            with self._named(self.train_shards[shard]) as path:
+                mapped = _mapped(path, token_dtype(self.vocab_size))  # anew: pages that stay mapped count as memory
+                for at in np.flatnonzero(chosen[:, 0] == shard).tolist():
+                    _, begin, end = chosen[at].tolist()
+                    parts[at] = mapped[begin:end]
+                    if len(parts[at]) < end - begin:
+                        raise ValueError(f"it has {len(mapped):,} ids, and there were more")
         tokens = np.concatenate(parts)
         if (worst := tokens.max(initial=0)) >= self.vocab_size:  # a GPU would end with an assertion of its own
             damaged = next(int(row[0]) for row, part in zip(chosen, parts, strict=True) if worst in part)
             rule = f"damaged: it has the id {worst}, beyond the vocabulary of {self.vocab_size:,}"
-            raise UserError(f"{self.root / names[damaged]}: {rule}. {self.fix}")
+            raise UserError(f"{self.root / self.train_shards[damaged]}: {rule}. {self.fix}")
         after = np.cumsum(chosen[:, 2] - chosen[:, 1])
         tokens[after - 1] = eos_id
         return Tokens(tokens, np.concatenate(([0], after[:-1])))
