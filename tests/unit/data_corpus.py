@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 
@@ -100,16 +101,16 @@ def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=No
 
     Returns a list of (inputs, targets, real tokens, state), the tensors concatenated and the states merged over ranks.
     """
-    loaders = [TrainLoader(cfg, source, tokenizer, rank, world_size, state) for rank in range(world_size)]
     out = []
-    for _ in range(steps):
-        batches = [next(loader) for loader in loaders]
-        rows = zip(*(inputs_and_targets(batch.tokens, batch.lengths) for batch in batches), strict=True)
-        merged = {stream: place for batch in batches for stream, place in batch.state.items()}
-        real = sum(batch.real_tokens for batch in batches)
-        out.append((*map(torch.cat, rows), real, json.loads(json.dumps(merged))))
-    for loader in loaders:
-        loader.close()
+    with ExitStack() as opened:  # no thread is left behind where one fails
+        ranks = (TrainLoader(cfg, source, tokenizer, rank, world_size, state) for rank in range(world_size))
+        loaders = [opened.enter_context(closing(loader)) for loader in ranks]
+        for _ in range(steps):
+            batches = [next(loader) for loader in loaders]
+            rows = zip(*(inputs_and_targets(batch.tokens, batch.lengths) for batch in batches), strict=True)
+            merged = {stream: place for batch in batches for stream, place in batch.state.items()}
+            real = sum(batch.real_tokens for batch in batches)
+            out.append((*map(torch.cat, rows), real, json.loads(json.dumps(merged))))
     return out
 
 
