@@ -98,7 +98,7 @@ class Parallel:
 class Data:
     source: Literal["local", "tokens", "sample"] = key("where the text comes from", fixed=True)
     revision: str | None = key("on the hub: a commit, tag or branch; null: the newest commit at the start", None)
-    cache: str | None = key("copies of remote shards, tokens of small text, places in .gz; null: no copies", None)
+    cache: str | None = key("copies of remote shards; tokens of small text and places in .gz (null: in ~/.cache)", None)
     root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://")
     train_files: str | None = key("glob of training shards, absolute or below data.root; null: all there", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,13 @@ def tokenised(documents: Sequence[str], tokenizer: Tokenizer, numbers: Iterable[
     parts = [part for document in ids for part in (document, end)]
     tokens = np.concatenate(parts, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
     return Tokens(tokens, np.cumsum([0, *(len(document) + 1 for document in ids[:-1])]))
+
+
+def tokenised_in_chunks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """The documents of texts in their order, some at a time; without those that are None."""
+    there = (text for text in texts if text is not None)
+    while some := list(islice(there, CHUNK_DOCUMENTS)):
+        yield tokenised(some, tokenizer, range(len(some)))
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedinteger]:

@@ -19,7 +19,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -133,10 +132,8 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
     """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk."""
     lengths = [np.zeros(1, np.int64)]
     drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ENDS)]
-    texts = (text for text in source.read(shard) if text is not None)
     with drafts[0].open("wb") as file:
-        while some := list(islice(texts, documents.CHUNK_DOCUMENTS)):
-            tokens, starts = documents.tokenised(some, tokenizer, range(len(some)))
+        for tokens, starts in documents.tokenised_in_chunks(source.read(shard), tokenizer):
             tokens.tofile(file)
             lengths.append(np.diff(starts, append=len(tokens)))
     np.concatenate(lengths).cumsum().tofile(drafts[1])

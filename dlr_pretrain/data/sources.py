@@ -17,8 +17,8 @@ from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import documents, formats, sample
-from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenised
+from dlr_pretrain.data import formats, sample
+from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenised_in_chunks
 from dlr_pretrain.data.extent import sizes
 from dlr_pretrain.data.files import File, at_commits
 from dlr_pretrain.data.order import Piece, Place, Share
@@ -152,9 +152,7 @@ class TextSource:
     def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
         """The documents for validation in their order, some at a time."""
         for shard in self.validation_shards:
-            texts = (text for text in self.read(shard) if text is not None)
-            while some := list(islice(texts, documents.CHUNK_DOCUMENTS)):
-                yield tokenised(some, tokenizer, range(len(some)))
+            yield from tokenised_in_chunks(self.read(shard), tokenizer)
 
     def state(self) -> list:
         """What decides the texts, with the files as they are now."""
