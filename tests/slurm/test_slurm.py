@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,6 +70,11 @@ class Job:
     def step(self) -> int:
         return next((record["step"] for record in reversed(read_metrics(self.run / "metrics.jsonl"))), 0)
 
+    def processes(self) -> list[int]:
+        """What this start has on its nodes: node.sh, launch.py and the ranks, all on this machine."""
+        words = f"^(bash slurm/node.sh|[^ ]+ (scripts/launch.py|-u train.py)) .*run.dir={self.run}( |$)"
+        return [int(pid) for pid in ask("pgrep", "--full", words).split()]
+
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else "(no output)"
 
@@ -77,14 +84,17 @@ def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes):
     given = words(*RUN, "dlr=on", "checkpoint.every=50")
     job = Job(tmp_path, given, f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
     job.wait(lambda: job.step() >= 20)
+    first = job.processes()
     ask("scancel", "--signal=USR1", "--batch", job.id)
 
-    def restarted_while_told_so_again() -> bool:
-        """The end of a process is no time to die of another signal."""
-        quietly("scancel", "--quiet", "--signal=USR1", f"{job.id}.0")
+    def gone_while_told_so_again() -> bool:
+        """The end of a process is no time to die of another signal. The next start must not get one: hence by pid."""
+        for pid in first:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
         return job.facts("Restarts") == ("1",)
 
-    job.wait(restarted_while_told_so_again)
+    job.wait(gone_while_told_so_again)
     stopped_at = job.step()
     assert 20 <= stopped_at < STEPS, job.text()
 
