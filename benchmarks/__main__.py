@@ -17,7 +17,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
-DLR = ("dlr=off", "dlr=on", "dlr=on dlr.impl=branch", "dlr=random")
+DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
 PARTS = {
     "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
@@ -69,7 +69,8 @@ def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Meas
     from dlr_pretrain.analysis.memory import memory
 
     chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
-    plans = {name: memory(cfg := load(of), cfg.planned_vocab_size, ranks=1).total for name, of in chosen.items()}
+    configs = {name: variants.compose(of)[0] for name, of in chosen.items()}
+    plans = {name: memory(cfg, cfg.planned_vocab_size, ranks=1).total for name, cfg in configs.items()}
     found = [{"name": n, "overrides": of, "plan": plans[n]} | isolated.isolated(of) for n, of in chosen.items()]
     return {"variants": found}, results.MEMORY, True
 

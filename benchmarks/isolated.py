@@ -18,21 +18,20 @@ from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.protocol import seconds, warm_up_products
-from benchmarks.variants import Variant, fixed_batch
-from dlr_pretrain.cli import load
+from benchmarks.variants import Variant, compose, fixed_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError, command
 
 
 def main(overrides: list[str]) -> None:
     """Make a few steps and print the seconds of the first and of a later one, and the peak bytes of tensors."""
-    cfg = load(overrides)
+    cfg, by_branch = compose(overrides)
     with Ranks(cfg) as ranks:
         ranks.use_device()
         warm_up_products(ranks.device)
         on_gpu = ranks.device.type == "cuda"
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        variant, batch = Variant("isolated", cfg, ranks), fixed_batch(cfg, ranks)
+        variant, batch = Variant("isolated", cfg, ranks, by_branch=by_branch), fixed_batch(cfg, ranks)
         first, _, *later = (seconds(lambda: variant.step(batch), ranks.device) for _ in range(4))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()

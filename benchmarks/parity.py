@@ -1,9 +1,9 @@
 """The parity check: a step's time counts only if its losses agree with those of the plain model.
 
 The step and the plain form of its configuration make ``STEPS`` updates on one batch from one start. The plain form is
-eager code, with each projection by itself, nothing recomputed, and the residual as the paper's branch. fp32 losses must
-agree to 1e-5. The bound for bf16 is ``SPREAD`` times the largest difference between plain runs that differ only in the
-rounding of their start: to the nearest, or at random.
+eager code, with nothing recomputed, and the residual as the paper's branch (in the weights if its strength is learned).
+fp32 losses must agree to 1e-5. The bound for bf16 is ``SPREAD`` times the largest difference between plain runs that
+differ only in the rounding of their start: to the nearest, or at random.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from benchmarks.variants import Variant
+from benchmarks.variants import Variant, can_branch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
@@ -75,24 +75,20 @@ class References:
         key = repr(replace(cfg, run=None)), rounding  # the run's name changes no loss
         if key not in self.known:
             model = plain_model(cfg, self.ranks, rounding)
-            self.known[key] = losses(Variant("plain", cfg, self.ranks, model).step, self.batch)
+            plainly = Variant("plain", cfg, self.ranks, model, by_branch=can_branch(cfg))
+            self.known[key] = losses(plainly.step, self.batch)
         return self.known[key]
 
 
 def plain(cfg: Config) -> Config:
-    train = replace(cfg.train, activation_checkpointing="none")
-    residual = cfg.dlr.enabled and cfg.dlr.mode == "residual"
-    return replace(cfg, compile=False, train=train, dlr=replace(cfg.dlr, impl="branch") if residual else cfg.dlr)
+    return replace(cfg, compile=False, train=replace(cfg.train, activation_checkpointing="none"))
 
 
 def plain_model(cfg: Config, ranks: Ranks, rounding: int | None) -> Llama:
-    """The model of ``cfg`` whose projections share no storage, as a model is built for sharding.
-
-    Its start is rounded to the nearest value of the state's dtype; with a seed ``rounding``, at random to bf16 values.
-    """
-    ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
+    """The model of ``cfg``, rounded to the nearest value of the state's dtype; with a seed ``rounding``, at random to
+    bf16 values."""
     dtype = STATE_DTYPE[cfg.precision.name]
-    model = build(ungrouped, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
+    model = build(cfg, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
     if rounding is not None:
         generator = torch.Generator(ranks.device).manual_seed(rounding)
         for p in model.parameters():

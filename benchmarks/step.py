@@ -14,7 +14,7 @@ import torch
 from benchmarks.parity import References, Verdict, difference, losses
 from benchmarks.peers import Peer, as_batch, peer_ids
 from benchmarks.protocol import best_product, interleaved, paired, warm_up_products
-from benchmarks.variants import Variant, fixed_batch, joined, load_comparable
+from benchmarks.variants import BY_BRANCH, Variant, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
@@ -37,7 +37,7 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
     twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
     configs = load_comparable(overrides | twins)
     first, cfg = next(iter(configs.items()))
-    timed = {first: cfg, first + NOISE: cfg} | {name: configs[name] for name in overrides}
+    timed = {first: first, first + NOISE: first} | {name: name for name in overrides}  # -> the configuration's name
     torch._dynamo.config.recompile_limit = 64  # per code object: each variant has a graph of its own
     with Ranks(cfg) as ranks:
         ranks.use_device()
@@ -45,11 +45,13 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
         batch = fixed_batch(cfg, ranks)
         if peers:
             batch = as_batch(peer_ids(batch))
-        ours = {name: Variant(name, c, ranks) for name, c in timed.items()}
+        ours = {
+            name: Variant(name, configs[of], ranks, by_branch=BY_BRANCH in overrides[of]) for name, of in timed.items()
+        }
         beside = [Variant(f"beside {peer.name}", configs[peer.name], ranks) for peer in peers]
         for peer in peers:
             peer.build(cfg, ranks.device)
-        rows = cfg.train.global_batch if peers else parity_rows(timed.values())
+        rows = cfg.train.global_batch if peers else parity_rows(configs.values())
         few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
         verdicts = check(ours, peers, beside, References(ranks, few))
         beside.clear()

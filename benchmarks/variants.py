@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,18 +13,26 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
+from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import trial
+from dlr_pretrain.train.state import new_model, new_optimizer
+from dlr_pretrain.train.update import Update
 
 LR = 1e-3
+BY_BRANCH = "by-branch"  # among a variant's overrides: the residual is the paper's branch, which training does not have
 
 
 class Variant:
-    """One configuration, with weights and an optimizer of its own."""
+    """One configuration, with weights and an optimizer of its own. ``by_branch`` says how its residual is computed."""
 
-    def __init__(self, name: str, cfg: Config, ranks: Ranks, model: Llama | None = None):
-        self.name, self.cfg, self.device = name, cfg, ranks.device
-        self.trainer, self.steps = trial(cfg, ranks, cfg.planned_vocab_size, model), 0
+    def __init__(self, name: str, cfg: Config, ranks: Ranks, model: Llama | None = None, by_branch: bool = False):
+        self.name, self.cfg, self.device, self.steps = name, cfg, ranks.device, 0
+        model, optimized = model or new_model(cfg, ranks, cfg.planned_vocab_size), cfg
+        if by_branch:
+            branch_(model, cfg.dlr)
+            optimized = replace(cfg, dlr=replace(cfg.dlr, enabled=False))
+        self.trainer = Update(cfg, ranks, model, new_optimizer(optimized, model))
 
     def step(self, batch: Batch) -> Tensor:
         """Make one optimizer update; returns the loss, on the device."""
@@ -32,19 +41,25 @@ class Variant:
         return loss
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Start from ``tensors``, by the names of our parameters; raises ValueError if the names differ."""
-        state = self.trainer.weights.state
-        if state.keys() != tensors.keys():
-            names = sorted(state.keys() ^ tensors.keys())
-            raise ValueError(f"{self.name}: {len(names)} names differ, {names[0]} among them")
-        with torch.no_grad():
-            for name, value in state.items():
+        """Start from ``tensors``, by their exported names; raises ValueError if the names differ."""
+        with torch.no_grad(), self.trainer.optimizer.taken_out() as values:
+            own = split(self.trainer.model, values)
+            if own.keys() != tensors.keys():
+                names = sorted(own.keys() ^ tensors.keys())
+                raise ValueError(f"{self.name}: {len(names)} names differ, {names[0]} among them")
+            for name, value in own.items():
                 value.copy_(tensors[name])
 
     def clip_as_torch_does(self) -> None:
         """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU it is inexact (see ``tensors.CACHED``), and
         moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
-        self.trainer.gradients.norm = lambda gradients: get_total_norm(gradients).float()  # fused kernels read fp32
+        model, factor = self.trainer.model, self.trainer.clip_factor
+
+        def by_torch(_: Tensor) -> Tensor | None:
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            return factor(get_total_norm(split(model, gradients).values()).float())  # fused kernels read fp32
+
+        self.trainer.clip_factor = by_torch
 
 
 def joined(overrides: Sequence[str], more: Sequence[str]) -> list[str]:
@@ -53,9 +68,21 @@ def joined(overrides: Sequence[str], more: Sequence[str]) -> list[str]:
     return [*(word for word in overrides if word.lstrip("+~").partition("=")[0] not in replaced), *more]
 
 
+def compose(overrides: list[str]) -> tuple[Config, bool]:
+    """The configuration, and whether its residual is a branch. Raises ConfigError if it has none that can be one."""
+    cfg, by_branch = load([word for word in overrides if word != BY_BRANCH]), BY_BRANCH in overrides
+    if by_branch and not can_branch(cfg):
+        raise ConfigError([Problem("dlr", cfg.dlr.name, f"has no residual of fixed strength, as {BY_BRANCH} needs")])
+    return cfg, by_branch
+
+
+def can_branch(cfg: Config) -> bool:
+    return cfg.dlr.enabled and cfg.dlr.mode == "residual" and not cfg.dlr.learn_alpha
+
+
 def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
     """The configurations. Raises ConfigError where they cannot take turns on one batch in one process."""
-    configs = {name: load(overrides) for name, overrides in variants.items()}
+    configs = {name: compose(overrides)[0] for name, overrides in variants.items()}
     first, *_ = configs.values()
     for cfg in configs.values():
         for key, value, rule in (

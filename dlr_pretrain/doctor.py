@@ -253,7 +253,7 @@ class RankChecks:
             for index in range(2):
                 losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
                 times.append(time.perf_counter())
-            loop.step = 2
+            loop.state.step = 2
             with loop.saver:
                 loop.saver.check_disk(disk_bytes(short, vocab_size)["checkpoint"])
                 loop.save(final=True)

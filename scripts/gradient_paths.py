@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import parse
+from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.deploy.fold import batches, validation_of
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.dlr import marks
+from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.layer import Layer, named_layers
+from dlr_pretrain.models.residual import add_, branch_, entries
 from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
 from dlr_pretrain.util.errors import UserError, at_least_1, command
-from dlr_pretrain.util.tensors import IGNORE
+from dlr_pretrain.util.tensors import ALPHA, IGNORE
 
 
 def main() -> int:
@@ -43,7 +46,6 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = validation_of(folder, cfg, sequences * cfg.train.seq_len)
     text = replace(text, tokens=text.tokens[:sequences], lengths=text.lengths[:sequences])
-    branch = replace(cfg, dlr=replace(cfg.dlr, impl="branch"))  # calls each projection by itself
     last, rows = cfg.scale.num_layers - 1, []
     names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]  # the paper's
     names = list(dict.fromkeys(names))  # a model of one or two blocks has some of them twice
@@ -51,34 +53,41 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
         if damage := fault(checkpoint):
             raise UserError(f"{checkpoint}: {damage}. Move it away")
         state = {name: stored.whole() for name, stored in load(checkpoint).model.items()}
-        model = build(branch, len(state["lm_head.weight"]), device, initialize=False)
-        model.load_state_dict(state | marks(model))
-        measured = measure(model, names, list(batches(text, device)))
+        learned = state.pop(ALPHA, None)
+        model = build(cfg, len(state["lm_head.weight"]), device, initialize=False)
+        model.load_state_dict(state)
+        measured = measure(model, cfg.dlr, learned, names, list(batches(text, device)))
         rows += [{"projection": n, "step": step_of(checkpoint), **numbers} for n, numbers in measured.items()]
     frame = pd.DataFrame(rows).sort_values("projection", kind="stable")
     frame.to_csv(folder / "gradient_paths.csv", index=False)
     print(frame.to_string(index=False, float_format="%.4g"))
 
 
-def measure(model: Llama, names: list[str], inputs: list[tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:
-    """By projection, over the scored positions of ``inputs``; the residuals of ``model`` are branches.
+def measure(
+    model: Llama, dlr: Dlr, learned: Tensor | None, names: list[str], inputs: list[tuple[Tensor, ...]]
+) -> dict[str, dict[str, float]]:
+    """By projection, over the scored positions of ``inputs``; ``model`` holds B, and computes with branches afterwards.
 
     ``through_b`` and ``through_residual`` are the means of |u| and |v|, ``rho`` is the second divided by the first,
     ``rho_mean`` the mean of the ratios, ``cosine`` that of cos(u, v). ``isotropic`` is |beta R^T|_F / |B|_F, the ratio
-    of root mean squares for a gradient without a preferred direction.
+    of root mean squares for a gradient without a preferred direction. ``learned`` are the learned strengths.
     """
+    bs = {name: model.get_parameter(name).detach() for name in entries(model, dlr)}
+    residuals = {name: torch.zeros_like(b) for name, b in bs.items()}
+    add_(residuals if learned is None else residuals | {ALPHA: learned}, model, dlr)
+    own = [split(model, tensors) for tensors in (bs, residuals)]
+    matrices = {name: [of[f"model.layers.{name}.b.weight"] for of in own] for name in names}
+    branch_(model, dlr, learned)
     outputs: dict[str, Tensor] = {}
-    matrices, paths = {}, {name: [] for name in names}
-    for name in names:
-        layer = model.get_submodule(f"model.layers.{name}.b")
-        layer.register_forward_hook(lambda _, __, y, name=name: outputs.update({name: y}))
-        with torch.no_grad():
-            layer.residual.add(residual := torch.zeros_like(layer.weight), layer.dlr_alpha)
-        matrices[name] = layer.weight.detach(), residual
+    for path, layer in named_layers(model):
+        block = path.removeprefix("model.layers.").rpartition(".")[0]
+        record(layer, [f"{block}.{projection}" for projection in layer.spec.names], outputs)
+    paths = {name: [] for name in names}
     count = sum((targets != IGNORE).sum() for _, targets, *_ in inputs)
     for ids, targets, *documents in inputs:
         gradients = torch.autograd.grad(model(ids, targets, *documents) / count, [outputs[name] for name in names])
         for name, g in zip(names, gradients, strict=True):
+            g = g[..., : len(matrices[name][0])]
             counts = (targets != IGNORE) & g.any(-1)
             if "q_proj" in name:  # the first query of a document sees one key: its gradient is zero, up to rounding
                 document = documents[0] if documents else torch.zeros_like(ids)
@@ -96,6 +105,18 @@ def measure(model: Llama, names: list[str], inputs: list[tuple[Tensor, ...]]) ->
             "isotropic": (residual.norm() / b.norm()).item(),
         }
     return found
+
+
+def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
+    """Have ``layer`` put what its projections return into ``outputs``, by their ``names``."""
+    expand = layer.expand
+
+    def recorded(z: Tensor) -> tuple[Tensor, ...]:
+        found = expand(z)
+        outputs.update(zip(names, found, strict=True))
+        return found
+
+    layer.expand = recorded
 
 
 if __name__ == "__main__":

@@ -6,21 +6,21 @@ temporaries. The CUDA context, library workspaces and fragmentation come on top 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import dlr
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build
-from dlr_pretrain.models.residual import MergedResiduals
+from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
@@ -31,9 +31,10 @@ META = torch.device("meta")
 class Memory:
     """Bytes on one GPU. ``total`` is the peak, which may differ from the sum of the parts: not all are alive at once.
 
-    ``weights`` are the working weights with padding and indices; ``masters`` their fp32 copies. ``gradients`` are what
-    the update reads, and its casts. ``activations`` are what one micro-batch keeps for its backward pass, with logits;
-    ``temporaries`` what else is alive at the peak of forward and backward. Those of the optimizer are not counted.
+    ``weights`` are the working weights with padding, and indices of residuals; ``masters`` their fp32 copies.
+    ``gradients`` are what the update reads, and its casts. ``activations`` are what one micro-batch keeps for its
+    backward pass, with logits; ``temporaries`` what else is alive at the peak of forward and backward. Those of the
+    optimizer are not counted.
 
     With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what every rank
     holds whole; ``temporaries`` include gathered rows, and whole gradients before they are reduced to rows.
@@ -61,19 +62,22 @@ def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
 def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    entries, everything = (sum(p.numel() for p in of) for of in (trained.values(), model.parameters()))
-    optimized = {name: torch.empty_like(p, dtype=state) for name, p in trained.items()}
+    values: dict[str, Tensor] = dict(model.named_parameters())
+    if has_masters := working != state:
+        values = {name: torch.empty_like(p, dtype=state) for name, p in values.items()}
+    alphas = strengths(model, cfg.dlr, like=model.lm_head.weight)
+    optimized = {name: values[name] for name, p in model.named_parameters() if p.requires_grad} | alphas
+    residuals = _residual_bytes(cfg, model, values)
 
     micro_batch = cfg.micro_batch(ranks)
     summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # in DDP's buckets, or over micro-batches
-    masked, saved = cfg.data.mask_documents, working == state
-    kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, saved, masked)
-    casts = entries * state.itemsize if working != state else 0
+    kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
+    made = optimized if has_masters else alphas  # by the optimizer, beside the gradients of the model
+    casts = sum(tensor.nbytes for tensor in made.values())
 
-    weights = _size([*model.parameters(), *model.buffers(), *_indices(model)])
-    masters = everything * state.itemsize if state != working else 0
-    optimizer = state_bytes(cfg.optimizer, optimized)
+    weights = _size([*model.parameters(), *model.buffers()]) + residuals
+    masters = _size(values.values()) if has_masters else 0
+    optimizer = state_bytes(cfg.optimizer, optimized, partial(split, model))
     backward = peak + (gradients if summed else 0)
     total = weights + masters + optimizer + max(backward, gradients + casts)
     return Memory(weights, masters, gradients + casts, optimizer, kept, peak - kept, total)
@@ -87,20 +91,19 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
-    own = {  # the first chunk of rows, as by torch.chunk; all of a scalar
-        name: (p[: -(-len(p) // ranks)] if p.dim() else p).to(state) for name, p in model.named_parameters()
-    }
+    own = {name: p[: -(-len(p) // ranks)].to(state) for name, p in model.named_parameters()}  # as by torch.chunk
+    residuals = _residual_bytes(cfg, build(cfg, vocab_size, META, state), ranks=ranks)
     trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
+    trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
     kept, peak, _ = step_bytes(model, *positions, held=True, masked=masked)
 
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
     whole = (root + 2 * max(blocks)) * working.itemsize  # of the gathered weights, and of their gradients
-    rows = sum(p.numel() for p in trained.values())
 
-    weights = sum(p.nbytes for p in own.values()) + _size([*model.buffers(), *_indices(model)])
-    gradients = rows * state.itemsize
+    weights = sum(p.nbytes for p in own.values()) + _size(model.buffers()) + residuals
+    gradients = sum(p.nbytes for p in trained.values())
     optimizer = state_bytes(cfg.optimizer, trained)
     temporaries = peak - kept + 2 * whole
     start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model
@@ -112,24 +115,18 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 # One micro-batch
 
 
-def step_bytes(
-    model: Llama, micro_batch: int, seq_len: int, held: bool, saved: bool = True, masked: bool = False
-) -> tuple[int, int, int]:
+def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked: bool = False) -> tuple[int, int, int]:
     """Bytes without weights of a micro-batch of ``model``, on the meta device: those kept after the forward pass, those
     at the peak, and those of all gradients.
 
     With ``held``, every parameter has a gradient beforehand, to which the backward pass adds; these count only as
-    gradients. With ``saved``, a copy of the entries of B is kept while residuals are added to them (not needed if there
-    are masters). With ``masked``, documents do not see each other.
+    gradients. With ``masked``, documents do not see each other.
     """
-    merged = MergedResiduals(model)  # this moves the indices of the residuals to the device
-    if not saved:
-        merged.merge()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
-    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model)]
-    with attention_as_on_a_gpu(), _Alive(known) as alive, MergedResiduals(model).active() if saved else nullcontext():
+    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held)]
+    with attention_as_on_a_gpu(), _Alive(known) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         loss = model(ids, ids, ids if masked else None)
         kept = alive.now()
@@ -175,5 +172,17 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _indices(model: nn.Module) -> list[Tensor]:
-    return [tensor for _, linear in dlr.residuals(model) for tensor in (linear.residual.rows, linear.residual.columns)]
+def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | None = None, ranks: int = 1) -> int:
+    """Bytes that the residuals of ``model`` take beside its weights and their ``values``, if there are masters.
+
+    Rank 0 of several ``ranks`` has those of its rows.
+    """
+    if not cfg.dlr.enabled or cfg.dlr.mode != "residual":
+        return 0
+    parameters = dict(model.named_parameters())
+    residuals = Residuals(model, cfg.dlr, values or parameters)
+    residuals.put_in()
+    whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
+    rows = {name: of.rows for name, of in entries(model, cfg.dlr).items()}
+    own = sum(int((of < -(-len(parameters[name]) // ranks)).sum()) for name, of in rows.items())
+    return whole + (residuals.nbytes() - whole) * own // sum(map(len, rows.values()))

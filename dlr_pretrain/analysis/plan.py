@@ -21,7 +21,8 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 
 import pandas as pd
 import torch
@@ -30,9 +31,11 @@ from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.analysis.tables import printed, published, recipe
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
-from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.llama import backbone, build
+from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
+from dlr_pretrain.models.layer import ALIGNMENT
+from dlr_pretrain.models.llama import build
+from dlr_pretrain.models.residual import strengths
 from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
@@ -79,28 +82,23 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
 
 
 def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
-    """Numbers of parameters: of the model, of what is trained, and of the deployed model.
+    """Numbers of parameters: of the model, of what is trained, and of the deployed model."""
+    return parameter_counts(cfg, build(cfg, vocab_size, torch.device("meta")))
 
-    The deployed model has no learned strengths of residuals; a backbone that is deployed dense is the dense model.
-    """
-    deployed = model = build(cfg, vocab_size, torch.device("meta"))
-    if backbone(cfg).deployed_dense:
-        dense = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
-        deployed = build(dense, vocab_size, torch.device("meta"))
-    return {
-        "total": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "folded": sum(p.numel() for p in deployed.parameters() if p.dim() > 0),  # learned strengths have none
-    }
+
+def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) -> int:
+    """Bytes of a checkpoint: the values, and the optimizer's state. With ``alignment`` 1, without padding."""
+    device, dtype = torch.device("meta"), STATE_DTYPE[cfg.precision.name]
+    model = build(cfg, vocab_size, device, dtype, alignment=alignment)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    state |= strengths(model, cfg.dlr, like=model.lm_head.weight)
+    return checkpoint_bytes(cfg.optimizer, state, trained, partial(split, model))
 
 
 def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
     """Bytes of one checkpoint, and of all checkpoints that exist at a time, with the folded model."""
-    model = build(cfg, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name])
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    checkpoint = checkpoint_bytes(cfg.optimizer, state, trained)
-    keep, steps = cfg.checkpoint, cfg.train.steps
+    keep, steps, checkpoint = cfg.checkpoint, cfg.train.steps, state_and_moments(cfg, vocab_size)
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = parameters(cfg, vocab_size)["folded"] * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
@@ -109,14 +107,14 @@ def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
 def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     """The parameters (millions) and memory (GB) of the paper's Table 1, a row each, beside those of our recipes.
 
-    Our memory is that of weights and optimizer state, as in a checkpoint. ``configure`` composes a configuration from
+    Our memory is that of weights and optimizer state, without padding. ``configure`` composes a configuration from
     overrides.
     """
     rows = []
     for row in published("table1").itertuples():
         cfg = configure([f"scale={row.scale}", *recipe(row.method)])
         trained = parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6
-        saved = disk_bytes(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9
+        saved = state_and_moments(cfg, cfg.planned_vocab_size, alignment=1) / 1e9
         rows.append((row.method, row.scale, round(trained), round(row.params_m), round(saved, 2), row.mem_gb))
     columns = ["method", "scale", "parameters (M)", "paper (M)", "memory (GB)", "paper (GB)"]
     return pd.DataFrame(rows, columns=columns)

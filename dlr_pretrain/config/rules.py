@@ -19,7 +19,6 @@ from dlr_pretrain.config.written import flatten, to_dict
 READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
-    ("dlr.impl", "dlr.mode", "residual"),
     ("profile.", "profile.enabled", True),
     ("logger.", "logger.view", "wandb"),
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
@@ -119,9 +118,6 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     if sum(special.values()) > 1:
         rule = f"{' and '.join(name for name, chosen in special.items() if chosen)} exclude each other"
         yield Problem("dlr", dlr.name, rule, "Keep one of them")
-    if dlr.enabled and dlr.learn_alpha and dlr.impl != "branch":
-        rule = f"alpha is learned in the branch alone, and this is dlr.impl={dlr.impl}"
-        yield Problem("dlr.learn_alpha", True, rule, "Use dlr.impl=branch")
 
 
 def _starts_from_weights(cfg: Config) -> bool:

@@ -77,7 +77,6 @@ class Dlr:
     alpha: float = key("strength of the residual before the variance correction", 1.0)
     learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay", False)
     variance_correction: bool = key("beta = alpha / sqrt(K), K copies of a latent; false: beta = alpha", True)
-    impl: Literal["weight", "branch"] = key("inside B, folded exactly; or the paper's own branch, slower", "weight")
     grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or drawn", "contiguous")
     grouping_seed: int = key("of random grouping, beside the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, the residual is all there is", True)

@@ -21,8 +21,9 @@ from torch import Tensor
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
+from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.linear import named_groups
+from dlr_pretrain.models.layer import named_layers
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import sync
@@ -74,7 +75,7 @@ def export(
     merge: bool = False,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Write ``folder`` from the folded parameters and buffers of the model of ``cfg``; says how it was checked.
+    """Write ``folder`` from the folded tensors of the model of ``cfg``, by exported names; says how it was checked.
 
     ``merge`` and ``dtype`` are those of ``deployed``, ``tokenizer_path`` is a file or folder, and ``record`` has the
     final numbers of the run, by name, for the folder's README and ``fold.json``. With token ``ids`` [B, T], what
@@ -124,7 +125,7 @@ def deployed(
 ) -> tuple[Config, dict[str, Tensor]]:
     """The configuration and tensors to export for a run of ``cfg`` that ended with the folded ``tensors``.
 
-    A backbone whose layers are dense weights made of parts (``Group.deployed_dense``) becomes a plain LLaMA; with
+    A backbone whose layers are dense weights made of parts (``Layer.deployed_dense``) becomes a plain LLaMA; with
     ``merge`` every backbone does. Weights are formed in fp32, rounded once to the dtype of the weights of ``tensors``,
     and then cast to ``dtype``. Raises UserError if a backbone cannot be merged.
     """
@@ -136,12 +137,13 @@ def deployed(
 
 def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     with torch.device("meta"):
-        model = Llama(cfg, len(tensors["lm_head.weight"]), grouped=False)
+        model = Llama(cfg, len(tensors["lm_head.weight"]))
     merged = dict(tensors)
-    for prefix, group in named_groups(model):
-        for name, projection in zip(group.spec.names, group.projections, strict=True):
-            own = {leaf: merged.pop(f"{prefix}{name}.{leaf}") for leaf in projection.state_dict()}
-            merged[f"{prefix}{name}.weight"] = group.dense(own)
+    for path, layer in named_layers(model):
+        for projection in layer.spec.names:
+            name = f"{path.rpartition('.')[0]}.{projection}"
+            own = {leaf: merged.pop(f"{name}.{leaf}") for leaf, _ in layer.parts.values()}
+            merged[f"{name}.weight"] = layer.dense(own)
     return merged
 
 
@@ -158,7 +160,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
-    # a copy of each: projections of a group are views of one storage, which safetensors refuses
+    # a copy of each: projections are views of fused tensors, which safetensors refuses
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         save_torch_state_dict(own, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
@@ -178,7 +180,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "num_attention_heads": cfg.scale.num_heads,
         "num_key_value_heads": cfg.scale.num_heads,
         "max_position_embeddings": max(POSITIONS, cfg.train.seq_len),
-        "hidden_act": "silu" if cfg.backbone.knobs.get("swiglu_silu", True) else "linear",
+        "hidden_act": "silu" if getattr(cfg.backbone, "swiglu_silu", True) else "linear",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_BASE,
         "tie_word_embeddings": False,
@@ -284,7 +286,7 @@ def agreement(
     with torch.device("meta"):
         model = Llama(cfg, len(tensors["lm_head.weight"]))
     model.to_empty(device="cpu")
-    model.load_state_dict(tensors)
+    load_(model, tensors)
     trained = model.logits(ids)
     del model  # before the folder's own is there
     exported, tokenizer = open_folder(folder, torch.float32)

@@ -22,10 +22,11 @@ from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few_digits
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.dlr import folded_state, marks, residuals
-from dlr_pretrain.models.residual import MergedResiduals
+from dlr_pretrain.models.adapter import load_, split
+from dlr_pretrain.models.flops import parameter_counts
+from dlr_pretrain.models.residual import Residuals, add_, branch_
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.util.tensors import ALPHA, IGNORE, WORKING_DTYPE
 
 SEQUENCES = 8  # in one forward pass
 TIMED = 0.2  # seconds of forward passes of each form, at least
@@ -43,24 +44,26 @@ def fold_checkpoint(
 ) -> list[str]:
     """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
-    ``tensors`` are those of the checkpoint's model. ``dtype`` and ``dense`` are the form that is written (see
-    ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has residuals, the
-    report is measured on about ``tokens`` tokens of the run's validation text (0: not measured) on ``device``.
+    ``tensors`` are those of the checkpoint's model, with their fused names. ``dtype`` and ``dense`` are the form that
+    is written (see ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has
+    residuals, the report is measured on about ``tokens`` tokens of the run's validation text (0: not measured) on
+    ``device``.
     ``record`` and the report go into ``fold.json`` and the folder's README.
     Raises UserError if a check fails.
     """
     cfg = parse(read_config(run))
     rows = len(tensors["lm_head.weight"])
-    meta = build(cfg, rows, torch.device("meta"))
-    folded = folded_state(meta, tensors)
-    report = [] if residuals(meta) else [f"{'layers':<29} nothing to fold"]
-    if tokens > 0 and residuals(meta):
+    has_residual = cfg.dlr.enabled and cfg.dlr.mode == "residual"
+    folded = folded_tensors(cfg, tensors) if has_residual else exported(cfg, tensors)
+    report = [] if has_residual else [f"{'layers':<29} nothing to fold"]
+    if tokens > 0 and has_residual:
         written = deployed(cfg, folded, dense, dtype)
-        found = consistency(cfg, tensors, folded, *written, validation_of(run, cfg, tokens), device)
+        same = {"weights_identical": are_trained(cfg, tensors, folded)}
+        found = same | consistency(cfg, tensors, *written, validation_of(run, cfg, tokens), device)
         record = record | {f"fold/{name}": value for name, value in found.items()}
         told = {name.replace("_", " "): few_digits(value, 6) for name, value in found.items() if value is not None}
         report = [f"{name:<29} {value}" for name, value in told.items()]
-        if found["weights_identical"] is False:
+        if not found["weights_identical"]:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
     checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype)
@@ -79,11 +82,39 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
     return validation_set(few, source, load_tokenizer(run / "tokenizer"))
 
 
+def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of the ``tensors`` of a checkpoint with every residual folded in, by their exported names."""
+    model = build(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
+    folded = {name: tensor.clone() for name, tensor in tensors.items()}
+    add_(folded, model, cfg.dlr)
+    return exported(cfg, folded)
+
+
+def exported(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The ``tensors`` of a checkpoint by their exported names."""
+    model = build(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
+    return split(model, {name: tensor for name, tensor in tensors.items() if name != ALPHA})
+
+
+@torch.no_grad()
+def are_trained(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
+    """Whether ``folded`` are, bit for bit, the weights that training makes from ``tensors`` and multiplies by."""
+    model = build(cfg, len(tensors["lm_head.weight"]), torch.device("cpu"), WORKING_DTYPE[cfg.precision.name], False)
+    values = {name: tensors[name].clone() for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.copy_(values[name])
+    residuals = Residuals(model, cfg.dlr, values)
+    if residuals.alpha is not None:
+        residuals.alpha.copy_(tensors[ALPHA])
+    residuals.put_in()
+    working = split(model, dict(model.named_parameters()))
+    return all(torch.equal(p, folded[name].to(p.dtype)) for name, p in working.items())
+
+
 @torch.no_grad()
 def consistency(
     cfg: Config,
     state: Mapping[str, Tensor],
-    folded: dict[str, Tensor],
     own: Config,
     weights: dict[str, Tensor],
     validation: ValidationSet,
@@ -92,25 +123,17 @@ def consistency(
     """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to what is written.
 
     ``own`` and ``weights`` are the configuration and tensors of the folder (see ``deployed``). All compute in the run's
-    working dtype. Latencies are medians in ms.
-    ``weights_identical`` compares ``folded`` with the weights of the training forward; None for a run of branches.
+    working dtype. Latencies are medians in ms. Before folding, the residual is a branch in activation space.
     """
-    trained = _model(cfg, state, device)
-    masters = STATE_DTYPE[cfg.precision.name] != WORKING_DTYPE[cfg.precision.name]
-    names = [name for name, _ in trained.named_parameters()]
-    merged = MergedResiduals(trained, {name: state[name].to(device) for name in names} if masters else None)
-    merged.merge()
-    same = all(torch.equal(p, folded[n].to(device, p.dtype)) for n, p in trained.named_parameters() if n in folded)
-    layers = len(merged.carrying)
-    del trained, merged
-    models = {
-        "before": _model(replace(cfg, dlr=replace(cfg.dlr, impl="branch")), state, device),
-        "after": _model(replace(own, dlr=replace(cfg.dlr, enabled=False)), weights, device),
-    }
+    before = _model(cfg, exported(cfg, state), device)
+    branch_(before, cfg.dlr, state.get(ALPHA))
+    own = replace(own, dlr=replace(cfg.dlr, enabled=False))
+    after = _model(own, weights, device)
+    models = {"before": before, "after": after}
+    counts = (parameter_counts(cfg, before)["total"], parameter_counts(own, after)["total"])
     return {
-        "layers": layers,
-        **{f"parameters_{name}": sum(p.numel() for p in model.parameters()) for name, model in models.items()},
-        "weights_identical": same if cfg.dlr.impl == "weight" else None,
+        "layers": 7 * cfg.scale.num_layers,
+        **dict(zip(("parameters_before", "parameters_after"), counts, strict=True)),
         **_compare(models, validation, device),
         **_latencies(models, validation, device),
     }
@@ -120,7 +143,7 @@ def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> 
     """The model of ``cfg`` in its working dtype; its products are those of training."""
     dtype = WORKING_DTYPE[cfg.precision.name]
     model = build(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
-    model.load_state_dict(dict(tensors) | marks(model))
+    load_(model, tensors)
     return model.requires_grad_(False)
 
 

@@ -1,7 +1,7 @@
 """The model, its backbones (one file each), and the DLR plug-in."""
 
-from dlr_pretrain.models.dlr import active, attach_dlr, fold_
-from dlr_pretrain.models.library import TrainsWithDlr, factorize_, multiply_
+from dlr_pretrain.models.dlr import attach_dlr, fold_
+from dlr_pretrain.models.library import factorize_, multiply_
 from dlr_pretrain.models.llama import Llama, build
 
-__all__ = ["Llama", "TrainsWithDlr", "active", "attach_dlr", "build", "factorize_", "fold_", "multiply_"]
+__all__ = ["Llama", "attach_dlr", "build", "factorize_", "fold_", "multiply_"]

@@ -1,55 +1,74 @@
-"""Duplicated Latent Residuals: y = B z + beta R^T z, as a re-parameterisation of the up-projection B.
+"""Duplicated Latent Residuals in anybody's model and loop: y = B z + beta R^T z, as a parametrization of B.
 
-Output i of an up-projection receives, beside (B z)_i, a copy of latent g(i) = floor(i / K), scaled by
-beta = alpha / sqrt(K), with K = ceil(d_out / r) copies per latent (the last r - ceil(d_out / K) latents get none). So
-y = (B + beta R^T) z exactly, and only the d_out entries (i, g(i)) of B are touched. The residual is *merged* into
-the weights for forward and backward and taken out again before any other code reads them. Gradients reach B
-unchanged, weight decay acts on B alone, and folding leaves the residual in.
-
-    attach_dlr(model)                 # any module with up-projections, in any training loop
-    with active(model):
-        loss = model(x); loss.backward()
-    optimizer.step()
-    ...
+    attach_dlr(model)                 # B -> B + beta R^T, in any module with up-projections
+    ...                               # any loop, optimizer or trainer; they see B
     fold_(model)                      # the plain low-rank model, at no extra cost
 
-Before ``fold_``, a ``state_dict`` holds B and, beside each B, a ``dlr_mark``: beta and a checksum of the columns. A
-model without the residual refuses this unknown name; a model with a residual requires that its own mark is equal.
+Forward and backward passes multiply by W = round(B + beta R^T). Gradients reach B unchanged, and weight decay acts on B
+alone. A ``state_dict`` holds B under the names of ``torch.nn.utils.parametrize`` and, beside each B, its strength and
+grouping: a plain model refuses it, and so does one with another residual. Our own trainer holds W instead, which costs
+no kernels in a forward pass; see ``residual``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from dlr_pretrain.models.residual import (
-    MergedResiduals,
-    Residual,
-    UpProjection,
-    columns_of,
-    full_name,
-    residuals,
-    up_projection_class,
-)
+from dlr_pretrain.models.residual import columns_of, divisor_of
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import at_least_fp32
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
+Match = str | Callable[[str, nn.Linear], bool]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The public interface
+class Residual(nn.Module):
+    """B [d_out, rank] -> B + beta R^T, formed in fp32 (fp64 for fp64) and rounded once.
+
+    ``alpha`` is a number, or a parameter [1] to learn. ``name`` is that of the layer.
+    """
+
+    columns: Tensor
+
+    def __init__(self, name: str, columns: Tensor, rank: int, alpha: float | nn.Parameter, divisor: float):
+        super().__init__()
+        self.name, self.rank, self.alpha, self.divisor = name, rank, alpha, divisor
+        self.register_buffer("columns", columns, persistent=False)
+
+    def forward(self, b: Tensor) -> Tensor:
+        wide = at_least_fp32(b.dtype)
+        alpha = self.alpha.to(wide) if isinstance(self.alpha, Tensor) else self.alpha
+        receives = self.columns[:, None] == torch.arange(self.rank, device=b.device)
+        return (b.to(wide) + receives.to(wide) * (alpha / self.divisor)).to(b.dtype)
+
+    def get_extra_state(self) -> Tensor:
+        """[beta, CRC-32 of the columns], in float64. A learned alpha is in the state itself; 1 replaces it here."""
+        alpha = 1.0 if isinstance(self.alpha, Tensor) else self.alpha
+        checksum = zlib.crc32(self.columns.cpu().numpy().tobytes())
+        return torch.tensor([alpha / self.divisor, checksum], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        (beta, columns), (own, own_columns) = state.tolist(), self.get_extra_state().tolist()
+        if beta != own:
+            rule = f"was trained with another residual: beta={beta:g}, and here {own:g}"
+            raise RuntimeError(f"{self.name} {rule}. Attach with the same alpha and variance_correction")
+        if columns != own_columns:
+            rule = "was trained with a residual that takes other latents"
+            raise RuntimeError(f"{self.name} {rule}. Attach with the same grouping, seed and names of modules")
 
 
 def attach_dlr(
     module: nn.Module,
     alpha: float = 1.0,
     variance_correction: bool = True,
-    impl: str = "weight",
-    match: str | Callable[[str, nn.Linear], bool] | None = None,
+    match: Match | None = None,
     *,
     grouping: str = "contiguous",
     seed: int = 0,
@@ -61,123 +80,68 @@ def attach_dlr(
 
     ``match`` chooses the up-projections, each an ``nn.Linear`` with weight [d_out, rank], with or without bias: a glob
     over their names or a predicate (name, linear). By default they are the second factors of low-rank modules,
-    which are modules with ``nn.Linear`` children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear
-    layer. ``impl="branch"`` adds the residual to the layer's output instead: it is the paper's formula, and slower.
+    which are modules with children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear layer. Adapters
+    of PEFT are found as well.
 
     Arguments for the paper's ablations: ``grouping`` says which output receives which latent ("random" depends on
     ``seed`` and the name of the module that holds the up-projection, see ``columns_of``). ``learn_alpha`` makes alpha a
-    parameter ``dlr_alpha`` of each layer, which needs ``impl="branch"``. With ``train_b=False`` B is frozen at zero.
+    parameter of each layer. With ``train_b=False`` B is frozen at zero.
 
     ``keep_output`` subtracts beta R^T from B first, so that the module still computes what it computes now. It is meant
     for trained weights, such as the truncated SVD of dense ones. The weights must be fp32 or wider: next to -beta, bf16
     would round away B's own values and most of their updates.
 
     Raises ValueError if nothing matches, if a layer has a residual already, if another module uses the same weight, if
-    a weight is not a floating-point parameter, or if arguments contradict each other.
+    a weight is not a plain floating-point parameter with values, or if arguments contradict each other.
     """
-    if impl not in ("weight", "branch"):
-        raise ValueError(f"impl={impl!r}: must be weight or branch")
     if grouping not in ("contiguous", "random"):
         raise ValueError(f"grouping={grouping!r}: must be contiguous or random")
-    if learn_alpha and impl != "branch":
-        raise ValueError(f"learn_alpha=True: alpha is learned in the branch, and this is impl={impl!r}. Use 'branch'")
     if not train_b and keep_output:
         raise ValueError("train_b=False: B stays zero, and keep_output cannot act through it")
     targets = dict(_up_projections(module, match))
     _require_fit(module, targets, keep_output)
     for name, linear in targets.items():
         d_out, rank = linear.weight.shape
-        columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
-        kind: Any = type(linear)
-        linear.__class__ = up_projection_class(kind)
-        up = cast(UpProjection, linear)
-        up.residual = Residual(d_out, rank, alpha, variance_correction, impl, columns)
-        up.dlr_alpha = nn.Parameter(up.weight.new_full((), alpha)) if learn_alpha else None
-        if not train_b:
-            up.weight.requires_grad_(False).zero_()
-        if keep_output:
-            with torch.no_grad():
-                up.residual.add(up.weight, share=-1.0)
+        columns = columns_of(grouping, _holder(name), d_out, rank, seed).to(linear.weight.device)
+        divisor = divisor_of(d_out, rank, variance_correction)
+        with torch.no_grad():
+            if not train_b:
+                linear.weight.requires_grad_(False).zero_()
+            if keep_output:
+                linear.weight.copy_(Residual(name, columns, rank, -alpha, divisor)(linear.weight))
+        own: float | nn.Parameter = alpha
+        if learn_alpha:
+            own = nn.Parameter(linear.weight.new_full((1,), alpha, dtype=at_least_fp32(linear.weight.dtype)))
+        residual = Residual(name or "the module", columns, rank, own, divisor)
+        parametrize.register_parametrization(linear, "weight", residual)
     return list(targets)
-
-
-@contextmanager
-def active(module: nn.Module) -> Iterator[None]:
-    """Inside the context the weights are B + beta R^T, so that forward and backward are those of DLR.
-
-    At its end B is restored bit for bit, also if the body raises. Change B outside only: inside, ``optimizer.step`` and
-    ``load_state_dict`` raise RuntimeError before they change any B, and other changes, casts and moves raise it at the
-    end. A forward pass outside raises RuntimeError, too.
-
-    Raises ValueError if ``module`` has no residual.
-    """
-    require_residuals(module)
-    with MergedResiduals(module).active():
-        yield
-
-
-def require_residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
-    """The up-projections that carry a residual, with their names. Raises ValueError if there are none."""
-    found = residuals(module)
-    if not found:
-        raise ValueError("this module has no residual: attach_dlr was not called, or fold_ was called already")
-    return found
 
 
 def fold_(module: nn.Module) -> int:
     """Put the residual into the weights for good and remove it; returns the number of folded layers.
 
-    With ``impl="weight"`` the folded tensors equal the weights inside ``active`` bit for bit. Folding twice raises
-    ValueError.
+    The folded tensors are those that a forward pass forms, bit for bit, and the parameters remain the same objects.
+    Raises ValueError if there is no residual, or if weights are sharded.
     """
-    carrying = require_residuals(module)
-    for name, up in carrying:
-        up.residual.require_inactive(name or "the module", "fold")
-        if issubclass(type(up).__bases__[-1], UpProjection):
-            raise ValueError(f"{name}: its class was changed since attach_dlr; fold before fully_shard is called on it")
-    for _, up in carrying:
-        with torch.no_grad():
-            up.residual.add(up.weight, up.dlr_alpha)
-        up.residual.active = True  # for good
-        del up.residual, up.dlr_alpha
-        up.__class__ = type(up).__bases__[-1]
+    carrying = residuals(module)
+    if not carrying:
+        raise ValueError("this module has no residual: attach_dlr was not called, or fold_ was called already")
+    if _is_sharded(module):
+        fix = "Gather a full state dict, load it into a model that attach_dlr was called on, and fold that"
+        raise ValueError(f"fully_shard holds these weights, and goes on with B. {fix}")
+    for _, linear in carrying:
+        own: Any = type(linear)  # shared with copies by deepcopy; torch would delete ``weight`` from all of them
+        linear.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
+        parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
     return len(carrying)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Functions that the trainer calls
+def residuals(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of ``module`` that carry a residual, with their names."""
+    return [(name, m) for name, m in module.named_modules() if _carries(m)]
 
 
-@torch.no_grad()
-def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of ``state`` (parameter name -> value of B or its master) with every residual folded in."""
-    folded = {name: value.clone() for name, value in state.items()}
-    for name, linear in residuals(module):
-        value = folded[full_name(name, "weight")]
-        alpha = folded.pop(full_name(name, "dlr_alpha"), None)
-        linear.residual.add(value, alpha)
-    return folded
-
-
-def marks(module: nn.Module) -> dict[str, Tensor]:
-    """The ``dlr_mark`` entries that ``load_state_dict`` requires, for a state that is known to belong to ``module``."""
-    return {full_name(name, "dlr_mark"): up.mark() for name, up in residuals(module)}
-
-
-def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator[tuple[str, nn.Linear]]:
-    if match is None:
-        if isinstance(module, nn.Linear):
-            yield "", module
-        for name, parent in module.named_modules():
-            for down, up in FACTOR_NAMES:
-                a, b = getattr(parent, down, None), getattr(parent, up, None)
-                if isinstance(a, nn.Linear) and isinstance(b, nn.Linear) and a.out_features == b.in_features:
-                    yield full_name(name, up), b
-    else:
-        yield from matching(module, match)
-
-
-def matching(module: nn.Module, match: str | Callable[[str, nn.Linear], bool]) -> Iterator[tuple[str, nn.Linear]]:
+def matching(module: nn.Module, match: Match) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers of ``module`` that ``match`` chooses: a glob over names, or a predicate (name, linear)."""
     chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
     for name, linear in module.named_modules():
@@ -185,21 +149,66 @@ def matching(module: nn.Module, match: str | Callable[[str, nn.Linear], bool]) -
             yield name, linear
 
 
+def full_name(module: str, leaf: str) -> str:
+    """The name of a parameter of the submodule ``module``, which is empty for the module itself."""
+    return f"{module}.{leaf}" if module else leaf
+
+
+def _carries(module: nn.Module) -> bool:
+    if not parametrize.is_parametrized(module, "weight"):
+        return False
+    return any(isinstance(own, Residual) for own in module.parametrizations.weight)  # type: ignore[union-attr]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` holds weights of ``module``. After a forward pass they may be whole for a while."""
+    return any(hasattr(m, "reshard") for m in module.modules()) or any(map(sharded.is_sharded, module.parameters()))
+
+
+def _up_projections(module: nn.Module, match: Match | None) -> Iterator[tuple[str, nn.Linear]]:
+    if match is not None:
+        yield from matching(module, match)
+        return
+    if isinstance(module, nn.Linear):
+        yield "", module
+    for name, parent in module.named_modules():
+        for down, up in FACTOR_NAMES:
+            downs, ups = (_by_adapter(getattr(parent, child, None)) for child in (down, up))
+            for adapter, a in downs.items():
+                b = ups.get(adapter)
+                if isinstance(a, nn.Linear) and isinstance(b, nn.Linear) and a.out_features == b.in_features:
+                    yield full_name(name, f"{up}.{adapter}" if adapter else up), b
+
+
+def _by_adapter(child: nn.Module | None) -> dict[str, nn.Module | None]:
+    """PEFT keeps the factors of each adapter by its name."""
+    return dict(child.items()) if isinstance(child, nn.ModuleDict) else {"": child}
+
+
+def _holder(name: str) -> str:
+    """The module that holds the up-projection ``name``, or the up-projection where nothing does."""
+    return name.rpartition(".")[0] or name
+
+
 def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: bool) -> None:
     """Raise ValueError if a residual on ``targets`` would not do what ``attach_dlr`` promises."""
     if not targets:
         raise ValueError("no up-projection matches; name nn.Linear layers by match=, for instance match='*.up'")
+    if _is_sharded(module):
+        raise ValueError("fully_shard holds the weights of this module: call attach_dlr before it")
     named = [
         (full_name(n, leaf), p) for n, m in module.named_modules() for leaf, p in m.named_parameters(recurse=False)
     ]
     for name, linear in targets.items():
         here = name or "the module"
-        if isinstance(linear, UpProjection):
+        if _carries(linear):
             raise ValueError(f"{here} has a residual already")
         if linear.out_features < linear.in_features:
             rule = f"it maps {linear.in_features} to {linear.out_features} features"
             raise ValueError(f"{here} is no up-projection: {rule}. Choose second factors alone by match=")
-        if "weight" not in dict(linear.named_parameters(recurse=False)) or not linear.weight.is_floating_point():
+        if linear.weight.is_meta:
+            raise ValueError(f"{here} is on the meta device: call attach_dlr when its values are there")
+        if type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
             raise ValueError(f"{here}: its weight is computed from others, or quantised: there is no B to add to")
         if len(shared := [full for full, p in named if p is linear.weight]) > 1:
             raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")

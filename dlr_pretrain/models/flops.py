@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.llama import build
-from dlr_pretrain.models.residual import MergedResiduals
+from dlr_pretrain.models.adapter import sizes
+from dlr_pretrain.models.full import DENSE
+from dlr_pretrain.models.llama import Llama, backbone, build
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 # Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
@@ -52,14 +53,29 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
 
 def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -> int:
     """FLOPs of a micro-batch in all products except attention's, with ``num_layers`` blocks."""
-    unpadded = replace(cfg.parallel, name="fsdp")  # each projection by itself
-    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers), parallel=unpadded)
-    model = build(cfg, vocab_size, torch.device("meta"))
+    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
+    model = build(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # nothing is padded or formed again
     ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
-    residual = MergedResiduals(model).active()
-    with residual, attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
+    with attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+
+
+def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
+    """The parameters of ``model``, without padding: "total", "trainable", and "folded", those of the deployed model.
+
+    A learned strength of DLR is one a projection, and is folded into B. A backbone that is deployed dense becomes the
+    dense model.
+    """
+    counted = sizes(model)
+    total = sum(counted.values())
+    trained = sum(counted[name] for name, p in model.named_parameters() if p.requires_grad)
+    learned, folded = 7 * cfg.scale.num_layers if cfg.dlr.enabled and cfg.dlr.learn_alpha else 0, total
+    if backbone(cfg).deployed_dense:
+        dense = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
+        shapes = build(dense, model.lm_head.out_features, torch.device("meta"))
+        folded = parameter_counts(dense, shapes)["total"]
+    return {"total": total + learned, "trainable": trained + learned, "folded": folded}
 
 
 @contextmanager

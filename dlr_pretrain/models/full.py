@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
 from dlr_pretrain.config import Choice
-from dlr_pretrain.models.linear import INIT_STD, Group, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
 
 
-class DenseProjection(nn.Linear):
-    """W [d_out, d_in], without a bias."""
-
-    def __init__(self, spec: GroupSpec, knobs: dict):
-        super().__init__(spec.d_in, spec.d_out, bias=False)
-
-
-class Full(Group):
+class Full(Layer):
     """y = W x, W ~ N(0, 0.02^2)."""
 
-    projection = DenseProjection
+    w: nn.Parameter
 
-    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
-        super().__init__(spec, knobs, grouped)
-        if grouped:
-            self.w = Stack(self.projections, spec.pad_in, spec.pad_out)
+    def __init__(self, spec: Spec, options: Any):
+        super().__init__(spec, options)
+        self.fuse("w", "weight", (spec.d_out, spec.d_in), (spec.pad_out, spec.pad_in))
 
-    @torch.no_grad()
-    def init_(self, seeded: SeededInit, prefix: str) -> None:
-        for name, p in self.named(prefix):
-            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, INIT_STD))
+    def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
+        return {"weight": seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)}
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        return self.w.shared(z).unbind(-2) if self.grouped else tuple(p(z) for p in self.projections)
+        return self.shared(z, self.w).unbind(-2)
 
 
 BACKBONE = Full

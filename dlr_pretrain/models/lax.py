@@ -6,98 +6,78 @@ There is no activation between the factors. The order of operations is that of t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Factors, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.layer import SeededInit, Spec
 from dlr_pretrain.models.lowrank import LowRank
 
 NORM_EPS = 1e-6
 
 
-class TensorGate(nn.Module):
-    """G(c) = E2^T C E1, where C [n1, n2] is c reshaped: n1 n2 = r, n1 <= n2, and both are as close as possible."""
-
-    def __init__(self, rank: int):
-        super().__init__()
-        short = max(n for n in range(1, math.isqrt(rank) + 1) if rank % n == 0)
-        self.e1 = nn.Parameter(torch.empty(rank // short, rank // short))
-        self.e2 = nn.Parameter(torch.empty(short, short))
-
-    def forward(self, c: Tensor) -> Tensor:
-        return two_sided(c[..., None, :], self.e1[None], self.e2[None]).squeeze(-2)
-
-
-def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
-    """c [..., G, n1 n2], E1 [G, n2, n2], E2 [G, n1, n1] -> E2^T C E1 [..., G, n1 n2]."""
-    c = torch.einsum("...gcd,gde->...gce", c.unflatten(-1, (e2.shape[-1], e1.shape[-1])), e1)
-    return torch.einsum("...gce,gcf->...gfe", c, e2).flatten(-2)
-
-
-def stacked(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """The parameters ``name`` of equal ``modules``, [G, ...]."""
-    return torch.stack([getattr(module, name) for module in modules])
-
-
-class LaxProjection(Factors):
-    """The factors of one projection and, from the second block on, its gate (tensor, or dense: W c + b) and norm."""
-
-    def __init__(self, spec: GroupSpec, knobs: dict):
-        super().__init__(spec, knobs)
-        if spec.block > 0:
-            rank = knobs["rank"]
-            self.gate = TensorGate(rank) if knobs["gate"] == "tensor" else nn.Linear(rank, rank)
-            self.norm = nn.LayerNorm(rank, eps=NORM_EPS)
-
-
 class Lax(LowRank):
     """y = B z, z = phi(norm(A x + G(c))), where c is the z of the same projection in the previous block.
 
-    phi is ``activate``. The first block, which has no c, computes z = phi(A x).
+    phi is ``activate``, norm is a LayerNorm over r. The first block, which has no c, computes z = phi(A x).
+
+    With option ``gate`` "tensor", G(c) is E2^T C E1, where C [n1, n2] is c reshaped: n1 n2 = r, n1 <= n2, and both are
+    as close as possible. With "dense" it is W c + b.
     """
 
-    projection = LaxProjection
+    e1: nn.Parameter
+    e2: nn.Parameter
+    gate_weight: nn.Parameter
+    gate_bias: nn.Parameter
+    norm_weight: nn.Parameter
+    norm_bias: nn.Parameter
 
-    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
-        super().__init__(spec, knobs, grouped)
-        if grouped and spec.block > 0 and knobs["gate"] == "dense":
-            self.dense_gate = Stack([p.gate for p in self.projections], knobs["rank"], knobs["rank"])
+    def __init__(self, spec: Spec, options: Any):
+        super().__init__(spec, options)
+        rank = self.rank
+        if spec.block == 0:
+            return
+        if options.gate == "tensor":
+            short = max(n for n in range(1, math.isqrt(rank) + 1) if rank % n == 0)
+            self.fuse("e1", "gate.e1", (rank // short, rank // short))
+            self.fuse("e2", "gate.e2", (short, short))
+        else:
+            self.fuse("gate_weight", "gate.weight", (rank, rank))
+            self.fuse("gate_bias", "gate.bias", (rank,))
+        self.fuse("norm_weight", "norm.weight", (rank,))
+        self.fuse("norm_bias", "norm.bias", (rank,))
 
-    @torch.no_grad()
-    def init_(self, seeded: SeededInit, prefix: str) -> None:
-        super().init_(seeded, prefix)
-        for name, p in self.named(prefix) if self.spec.block > 0 else ():
-            for key, value in p.gate.named_parameters():
+    def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
+        values = super().initial(seeded, name)
+        for leaf, shape in self.parts.values():
+            if leaf.startswith("gate."):
                 # a tensor gate: Kaiming's bound for a ReLU, by which each factor doubles the variance
-                bound = (6 / len(value)) ** 0.5 if self.knobs["gate"] == "tensor" else self.knobs["rank"] ** -0.5
-                value.copy_(seeded.uniform(f"{name}.gate.{key}", value.shape, bound))
-            p.norm.reset_parameters()
+                bound = (6 / shape[0]) ** 0.5 if self.options.gate == "tensor" else self.rank**-0.5
+                values[leaf] = seeded.uniform(f"{name}.{leaf}", shape, bound)
+            elif leaf.startswith("norm."):
+                values[leaf] = torch.ones(shape) if leaf == "norm.weight" else torch.zeros(shape)
+        return values
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in], carried [..., G, r] -> z [..., G, r], and the latent that crosses to the next block."""
-        h = self.down(x)
+        h = self.shared(x, self.a)
         z = self.activate(h if carried is None else self.normalise(h + self.gate(carried)))
         return z, z
 
     def gate(self, c: Tensor) -> Tensor:
         """c [..., G, r] -> G(c)."""
-        gates = [p.gate for p in self.projections]
-        if not self.grouped:
-            return torch.stack([gate(c_p) for gate, c_p in zip(gates, c.unbind(-2), strict=True)], dim=-2)
-        if self.knobs["gate"] == "tensor":
-            return two_sided(c, stacked(gates, "e1"), stacked(gates, "e2"))
-        return self.dense_gate.batched(c).movedim(0, -2) + stacked(gates, "bias")
+        if self.options.gate == "dense":
+            return self.batched(c, self.gate_weight).movedim(0, -2) + self.each(self.gate_bias)
+        e1, e2 = self.each(self.e1), self.each(self.e2)
+        c = torch.einsum("...gcd,gde->...gce", c.unflatten(-1, (e2.shape[-1], e1.shape[-1])), e1)
+        return torch.einsum("...gce,gcf->...gfe", c, e2).flatten(-2)
 
     def normalise(self, h: Tensor) -> Tensor:
         """h [..., G, r] -> its LayerNorm over r."""
-        norms = [p.norm for p in self.projections]
-        if not self.grouped:
-            return torch.stack([norm(h_p) for norm, h_p in zip(norms, h.unbind(-2), strict=True)], dim=-2)
         normed = F.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
-        return torch.addcmul(stacked(norms, "bias"), normed, stacked(norms, "weight"))
+        return torch.addcmul(self.each(self.norm_bias), normed, self.each(self.norm_weight))
 
 
 BACKBONE = Lax

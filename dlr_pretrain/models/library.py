@@ -1,24 +1,21 @@
-"""DLR in other models and training loops: factors for their linear layers, and a mix-in for their trainer.
+"""DLR in other models and training loops: factors for their linear layers.
 
 factorize_(model, rank=128, match="*_proj")          # W becomes B A, its truncated SVD
 attach_dlr(model, keep_output=True)
-class MyTrainer(TrainsWithDlr, transformers.Trainer): ...
-MyTrainer(model, ...).train()
+transformers.Trainer(model, ...).train()
 fold_(model)
 multiply_(model)                                     # optional: B A as one matrix again, in the model's own layout
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.dlr import active, matching
+from dlr_pretrain.models.dlr import Match, matching, residuals
 from dlr_pretrain.models.lowrank import balanced, leading
-from dlr_pretrain.models.residual import MergedResiduals, residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -35,11 +32,7 @@ class FactorizedLinear(nn.Module):
 
 
 @torch.no_grad()
-def factorize_(
-    module: nn.Module,
-    rank: int,
-    match: str | Callable[[str, nn.Linear], bool],
-) -> list[str]:
+def factorize_(module: nn.Module, rank: int, match: Match) -> list[str]:
     """Replace linear layers of ``module`` by ``FactorizedLinear`` layers of ``rank``; returns their names.
 
     ``match`` chooses the layers; it is a glob over names or a predicate (name, linear). B A is the best approximation
@@ -89,19 +82,3 @@ def multiply_(module: nn.Module) -> int:
             dense.bias.copy_(layer.b.bias)
         module.set_submodule(name, dense)
     return len(layers)
-
-
-class TrainsWithDlr:
-    """A mix-in for ``transformers.Trainer`` and TRL's trainers, named first: ``class Mine(TrainsWithDlr, SFTTrainer)``.
-
-    Forward and backward use B + beta R^T, in training and in evaluation; clipping, the optimizer and checkpoints use B.
-    Call ``fold_(trainer.model)`` after the training and before ``trainer.save_model()``.
-    """
-
-    def training_step(self, model: nn.Module, *args, **kwargs):
-        with active(model):
-            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]  # that of the trainer
-
-    def prediction_step(self, model: nn.Module, *args, **kwargs):
-        with MergedResiduals(model).active():  # none, if the model is folded
-            return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]  # likewise

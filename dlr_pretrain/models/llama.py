@@ -1,6 +1,6 @@
 """The LLaMA that trains: pre-norm, rotary embeddings, SwiGLU, no biases, untied head.
 
-Parameter names are those of the exported checkpoint. The backbone provides the linear layers.
+The backbone provides the linear layers, whose parameters are fused; ``adapter`` has the names of the export.
 Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 """
 
@@ -17,28 +17,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.tree import Dlr
-from dlr_pretrain.models.dlr import attach_dlr, fold_
-from dlr_pretrain.models.linear import INIT_STD, Group, GroupHolder, GroupSpec, SeededInit, named_groups
+from dlr_pretrain.models import adapter
+from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Layer, SeededInit, Spec, named_layers
 from dlr_pretrain.models.loss import score, summed_cross_entropy
-from dlr_pretrain.models.residual import Residual, residuals
+from dlr_pretrain.models.residual import add_
 from dlr_pretrain.util.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
 
-Carry = tuple[Tensor | None, ...]  # the tensor that each group of a block passes to the same group of the next block
+Carry = tuple[Tensor | None, ...]  # the tensor that each layer of a block passes to the same layer of the next block
 NO_CARRY: Carry = (None, None, None, None)
 
 
-def backbone(cfg: Config) -> type[Group]:
+def backbone(cfg: Config) -> type[Layer]:
     """The class of linear layers that ``cfg`` chooses."""
     return importlib.import_module(f"dlr_pretrain.models.{cfg.backbone.name}").BACKBONE
 
 
-def padded(width: int) -> int:
-    """The width of activations: ``width`` if it is a multiple of 8, else the next multiple of 64."""
-    return width if width % 8 == 0 else -(-width // 64) * 64
+def padded(width: int, alignment: int = ALIGNMENT) -> int:
+    """The width of activations: ``width`` if it is a multiple of ``alignment``, else the next multiple of 64."""
+    return width if width % alignment == 0 else -(-width // 64) * 64
 
 
 class RMSNorm(nn.Module):
@@ -82,11 +81,10 @@ def _keep_nothing(*_, **__) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _keep_latents(grouped: bool, _, operation, *arguments, **__) -> CheckpointPolicy:
-    """Keep the products A x. Grouped, they are the only ones that are not batched; otherwise, those narrower than x."""
-    if operation is torch.ops.aten.mm.default and (grouped or arguments[1].shape[1] < arguments[1].shape[0]):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.MUST_RECOMPUTE
+def _keep_latents(_, operation, *__, **___) -> CheckpointPolicy:
+    """Keep the products A x, the only ones in a block that are not batched."""
+    saved = operation is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,16 +102,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
 
 
-class Attention(GroupHolder):
+class Attention(nn.Module):
     """Causal multi-head attention."""
 
-    def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
+    def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        d, knobs = cfg.scale.hidden_size, cfg.backbone.knobs
+        d = cfg.scale.hidden_size
         self.num_heads = cfg.scale.num_heads
-        qkv = GroupSpec(("q_proj", "k_proj", "v_proj"), d, d, d, d, block)
-        self.qkv = self.add_group(layer(qkv, knobs, grouped))
-        self.o = self.add_group(layer(GroupSpec(("o_proj",), d, d, d, d, block), knobs, grouped))
+        self.qkv = layer(Spec(("q_proj", "k_proj", "v_proj"), d, d, d, d, block, alignment), cfg.backbone)
+        self.o = layer(Spec(("o_proj",), d, d, d, d, block, alignment), cfg.backbone)
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
         """The latent of q, k and v -> the input [B, T, D] of the output projection; causal also without a bias."""
@@ -122,17 +119,16 @@ class Attention(GroupHolder):
         return y.transpose(1, 2).flatten(2)
 
 
-class MLP(GroupHolder):
-    """down(silu(gate(x)) * up(x)); without the SiLU if the backbone's knob ``swiglu_silu`` is false."""
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); without the SiLU if the backbone's option ``swiglu_silu`` is false."""
 
-    def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
+    def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        d, f, knobs = cfg.scale.hidden_size, cfg.scale.intermediate_size, cfg.backbone.knobs
-        wide = padded(f) if grouped else f
-        self.silu = knobs.get("swiglu_silu", True)
-        gate_up = GroupSpec(("gate_proj", "up_proj"), d, f, d, wide, block)
-        self.gate_up = self.add_group(layer(gate_up, knobs, grouped))
-        self.down = self.add_group(layer(GroupSpec(("down_proj",), f, d, wide, d, block), knobs, grouped))
+        d, f = cfg.scale.hidden_size, cfg.scale.intermediate_size
+        wide = padded(f, alignment)
+        self.silu = getattr(cfg.backbone, "swiglu_silu", True)
+        self.gate_up = layer(Spec(("gate_proj", "up_proj"), d, f, d, wide, block, alignment), cfg.backbone)
+        self.down = layer(Spec(("down_proj",), f, d, wide, d, block, alignment), cfg.backbone)
 
     def combine(self, z: Tensor) -> Tensor:
         """The latent of gate and up -> the input of the down projection."""
@@ -143,17 +139,17 @@ class MLP(GroupHolder):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    ``forward`` takes the tensors that the previous block's groups carry over, and returns those for the next block.
+    ``forward`` takes the tensors that the previous block's layers carry over, and returns those for the next block.
     """
 
-    def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
+    def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
         self.input_layernorm = RMSNorm(cfg.scale.hidden_size)
-        self.self_attn = Attention(cfg, layer, block, grouped)
+        self.self_attn = Attention(cfg, layer, block, alignment)
         self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size)
-        self.mlp = MLP(cfg, layer, block, grouped)
+        self.mlp = MLP(cfg, layer, block, alignment)
         self.checkpointing = cfg.train.activation_checkpointing
-        self.policy = partial(_keep_latents, grouped) if self.checkpointing == "latent" else _keep_nothing
+        self.policy = _keep_latents if self.checkpointing == "latent" else _keep_nothing
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
         arguments = (x, cos, sin, bias, carried)
@@ -179,11 +175,11 @@ class Block(nn.Module):
 class Body(nn.Module):
     """Embedding, blocks and final norm: the keys under ``model.``."""
 
-    def __init__(self, cfg: Config, vocab_size: int, grouped: bool):
+    def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
         layer = backbone(cfg)
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
-        self.layers = nn.ModuleList(Block(cfg, layer, i, grouped) for i in range(cfg.scale.num_layers))
+        self.layers = nn.ModuleList(Block(cfg, layer, i, alignment) for i in range(cfg.scale.num_layers))
         self.norm = RMSNorm(cfg.scale.hidden_size)
 
 
@@ -193,20 +189,18 @@ class Llama(nn.Module):
     A position sees itself and the positions before it in its row. With ``documents`` [B, T], the number of each
     position's document, it sees only those in its own document.
 
-    ``grouped=False`` calls each projection's own modules, without common storages or padding. With
-    ``train.activation_checkpointing`` "latent", each block keeps its input and the products A x of its projections for
-    the backward pass, 7 r + d values per position, and recomputes the rest, without these products (CoLA-M; Liu et al.,
-    2025, count 2 d instead of d, and recompute them). With "block" only the blocks' inputs are kept. The inputs include
-    the tensors that groups carry from block to block.
+    With ``train.activation_checkpointing`` "latent", each block keeps its input and the products A x of its projections
+    for the backward pass, 7 r + d values per position, and recomputes the rest, without these products (CoLA-M; Liu et
+    al., 2025, count 2 d instead of d, and recompute them). With "block" only the blocks' inputs are kept. The inputs
+    include the tensors that layers carry from block to block. With ``alignment`` 1 no width is padded.
     """
 
-    def __init__(self, cfg: Config, vocab_size: int, grouped: bool = True):
+    def __init__(self, cfg: Config, vocab_size: int, alignment: int = ALIGNMENT):
         super().__init__()
         self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
-        self.model = Body(cfg, vocab_size, grouped)
+        self.model = Body(cfg, vocab_size, alignment)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         self.score = score
-        self.residuals: dict[str, Residual] = {}  # by the names of their layers
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
@@ -220,19 +214,12 @@ class Llama(nn.Module):
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        self.require_active()
         return self.lm_head(self.hidden(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The sum (not the mean) of the cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
-        self.require_active()
         x = self.hidden(ids, documents).flatten(0, -2)
         return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
-
-    def require_active(self) -> None:
-        """Raise RuntimeError if residuals are left out. Layers see to this too, but grouped ones are not called."""
-        for name, residual in self.residuals.items():
-            residual.require_active(name)
 
     def compile_(self, whole: bool = False, mode: str | None = None) -> None:
         """Compile the blocks (with ``whole``: all that precedes the head) and the loss in place. Parameter names stay.
@@ -251,16 +238,21 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:
-        """Draw every initial value from (seed, parameter name) in fp32, and round it to the model's dtype."""
+        """Draw every initial value from (seed, exported name) in fp32, and round it to the model's dtype."""
         seeded = SeededInit(seed)
+        adapter.zero_padding_(self)
         for name in ("model.embed_tokens", "lm_head"):
             weight = self.get_parameter(f"{name}.weight")
             weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        for prefix, group in named_groups(self):
-            group.init_(seeded, prefix)
+        own = adapter.split(self, self.state_dict())
+        for path, layer in named_layers(self):
+            for projection in layer.spec.names:
+                name = f"{path.rpartition('.')[0]}.{projection}"
+                for leaf, value in layer.initial(seeded, name).items():
+                    own[f"{name}.{leaf}"].copy_(value)
 
 
 def build(
@@ -269,42 +261,21 @@ def build(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     initialize: bool = True,
+    alignment: int = ALIGNMENT,
 ) -> Llama:
-    """The model of ``cfg`` on ``device``, with DLR attached; it is allocated once, in its final dtype.
+    """The model of ``cfg`` on ``device``; with DLR its weights hold B. It is allocated once, in its final dtype.
 
     Without ``initialize`` its values are undefined until the caller loads a checkpoint.
     """
-    branch = cfg.dlr.enabled and cfg.dlr.impl == "branch"
-    sharded = cfg.parallel.name == "fsdp"  # FSDP shards each parameter by itself: there is no common storage
     with torch.device("meta"):
-        model = Llama(cfg, vocab_size, grouped=not (branch or sharded)).to(dtype)
+        model = Llama(cfg, vocab_size, alignment).to(dtype)
     if device.type != "meta":
         model.to_empty(device=device)
         if initialize:
             model.init_(cfg.seed)
-    if cfg.dlr.enabled:
-        _attach(model, cfg.dlr)
-    if cfg.precision.name == "bf16_sr":
-        # Near 1, a stochastic rounding to bf16 moves a scalar (a learned alpha), and all that it scales, by up to 0.8%.
-        # In a matrix such errors average out over the entries; here nothing does that.
-        for p in model.parameters():
-            if p.dim() == 0:
-                p.data = p.data.float()
+            if cfg.dlr.enabled and cfg.dlr.mode == "offset":
+                add_(model.state_dict(), model, cfg.dlr)
+    if cfg.dlr.enabled and not cfg.dlr.train_b:
+        for _, layer in named_layers(model):
+            torch.nn.init.zeros_(layer.get_parameter("b").requires_grad_(False))
     return model
-
-
-def _attach(model: Llama, choice: Dlr) -> None:
-    attach_dlr(
-        model,
-        choice.alpha,
-        choice.variance_correction,
-        choice.impl,
-        match="*.b",
-        grouping=choice.grouping,
-        seed=choice.grouping_seed,
-        learn_alpha=choice.learn_alpha,
-        train_b=choice.train_b,
-    )
-    model.residuals = {name: up.residual for name, up in residuals(model)}
-    if choice.mode == "offset":
-        fold_(model)

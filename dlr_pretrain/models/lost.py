@@ -6,26 +6,14 @@ of rank r, I are the most important columns of W - B A, and W_s are these column
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import INIT_STD, Factors, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.layer import INIT_STD, SeededInit, Spec
 from dlr_pretrain.models.lowrank import LowRank, balanced, leading
-
-ALIGNMENT = 8  # widths of fast products are multiples of this; the rank that fits the parameter budget is mostly odd
-
-
-class LostProjection(Factors):
-    """The factors of one projection, W_s (``s.weight`` [d_out, k]) and its ``channels`` I in ascending order."""
-
-    channels: Tensor
-
-    def __init__(self, spec: GroupSpec, knobs: dict):
-        super().__init__(spec, knobs)
-        count = max(1, int(knobs["sparsity"] * spec.d_in))
-        self.s = nn.Linear(count, spec.d_out, bias=False)
-        self.register_buffer("channels", torch.arange(count))
 
 
 class Lost(LowRank):
@@ -33,60 +21,49 @@ class Lost(LowRank):
 
     B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
 
-    I are the columns of largest l2 norm in a part of W: that of the ``residual_rank`` singular values after the first
-    r.
+    I (``channels``, ascending) are the columns of largest l2 norm in a part of W: that of the ``residual_rank``
+    singular values after the first r. ``s`` holds W_s [d_out, k].
     """
 
-    projection = LostProjection
+    s: nn.Parameter
+    channels: Tensor
 
-    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
-        super().__init__(spec, knobs, grouped)
-        self.gamma, self.rank = knobs["gamma"], knobs["rank"]
-        channels = self.projections[0].s.in_features
-        self.width = self.rank + channels
-        if grouped:
-            self.width = _aligned(self.width)
-            self.a = Stack([p.a for p in self.projections], spec.pad_in, pad_out=_aligned(self.rank))
-            self.s = Stack([p.s for p in self.projections], channels, spec.pad_out)
+    def __init__(self, spec: Spec, options: Any):
+        # the rank that fits the parameter budget is mostly odd
+        super().__init__(spec, options, pad_rank=_aligned(options.rank, spec.alignment))
+        chosen = max(1, int(options.sparsity * spec.d_in))
+        self.width = _aligned(self.rank + chosen, spec.alignment)
+        self.fuse("s", "s.weight", (spec.d_out, chosen), (spec.pad_out, chosen))
+        self.fuse("channels", "channels", (chosen,), dtype=torch.int64)
 
-    @torch.no_grad()
-    def init_(self, seeded: SeededInit, prefix: str) -> None:
-        rest = slice(self.rank, None)
-        for name, p in self.named(prefix):
-            drawn = seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
-            w = drawn.to(p.b.weight.device)
-            looked_at = min(self.knobs["residual_rank"], min(w.shape) - self.rank)
-            u, s, vh = leading(w, self.rank + looked_at)
-            b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
-            p.b.weight.copy_(b)
-            p.a.weight.copy_(a)
-            scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
-            ranking = scores.sort(descending=True, stable=True).indices
-            p.channels.copy_(ranking[: len(p.channels)].sort().values)
-            p.s.weight.copy_(w[:, p.channels])
+    def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
+        w = seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD).to(self.b.device)
+        looked_at = min(self.options.residual_rank, min(w.shape) - self.rank)
+        u, s, vh = leading(w, self.rank + looked_at)
+        b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
+        scores = (s[self.rank :, None] * vh[self.rank :]).norm(dim=0)  # U is orthonormal
+        ranking = scores.sort(descending=True, stable=True).indices
+        channels = ranking[: self.parts["channels"].shape[0]].sort().values
+        return {"a.weight": a, "b.weight": b, "s.weight": w[:, channels], "channels": channels}
 
     def activate(self, h: Tensor) -> Tensor:
-        return F.silu(h) if self.knobs["activation"] == "silu" else h
+        return F.silu(h) if self.options.activation == "silu" else h
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> [..., G, r + k]: gamma phi(A x), (1 - gamma) x_I, and zeros up to ``width``."""
-        h = self.activate(self.down(x)[..., : self.rank])
-        channels = torch.cat([p.channels for p in self.projections])
-        chosen = x.index_select(-1, channels).unflatten(-1, (len(self.projections), -1))
+        gamma = self.options.gamma
+        h = self.activate(self.shared(x, self.a)[..., : self.rank])
+        chosen = x.index_select(-1, self.channels).unflatten(-1, (self.count, -1))
         zeros = h.new_zeros(*h.shape[:-1], self.width - self.rank - chosen.shape[-1])
-        return torch.cat((h * self.gamma, chosen * (1 - self.gamma), zeros), dim=-1), None
+        return torch.cat((h * gamma, chosen * (1 - gamma), zeros), dim=-1), None
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         """[..., G, width] -> B z_1 + W_s z_2, one [..., pad_out] per projection."""
-        if not self.grouped:
-            parts = z.split((self.rank, z.shape[-1] - self.rank), dim=-1)
-            both = zip(self.projections, *(part.unbind(-2) for part in parts), strict=True)
-            return tuple(p.b(z_1) + p.s(z_2) for p, z_1, z_2 in both)
-        return self.b.batched(z, self.s).unbind(0)
+        return self.batched(z, self.b, self.s).unbind(0)
 
 
-def _aligned(width: int) -> int:
-    return -(-width // ALIGNMENT) * ALIGNMENT
+def _aligned(width: int, alignment: int) -> int:
+    return -(-width // alignment) * alignment
 
 
 BACKBONE = Lost

@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.layer import Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class LowRank(Group):
-    """y = s B A x: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r].
+class LowRank(Layer):
+    """y = s B A x: ``a`` holds A [r, d_in] of each projection, ``b`` holds B [d_out, r].
 
-    Knob ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
+    Option ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
     bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in + fan_out),
     as in LORO. ``latent_scale`` is s.
     """
 
-    projection: type[nn.Module] = Factors
+    a: nn.Parameter
+    b: nn.Parameter
 
-    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
-        super().__init__(spec, knobs, grouped)
-        self.scale = knobs.get("latent_scale", 1.0)
-        if grouped:
-            self.a = Stack([p.a for p in self.projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
-            self.b = Stack([p.b for p in self.projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
+    def __init__(self, spec: Spec, options: Any, pad_rank: int | None = None):
+        super().__init__(spec, options)
+        self.rank, self.scale = options.rank, getattr(options, "latent_scale", 1.0)
+        self.fuse("a", "a.weight", (self.rank, spec.d_in), (pad_rank or self.rank, spec.pad_in))
+        self.fuse("b", "b.weight", (spec.d_out, self.rank), (spec.pad_out, self.rank))
 
-    @torch.no_grad()
-    def init_(self, seeded: SeededInit, prefix: str) -> None:
-        for name, p in self.named(prefix):
-            self.init_factor_(seeded, f"{name}.a.weight", p.a.weight)
-            self.init_factor_(seeded, f"{name}.b.weight", p.b.weight)
+    def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
+        shapes = {"a.weight": (self.rank, self.spec.d_in), "b.weight": (self.spec.d_out, self.rank)}
+        return {leaf: self.initial_factor(seeded, f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
-    def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
-        """Draw A [r, d_in] or B [d_out, r]."""
-        match self.knobs.get("init", "cola"):
+    def initial_factor(self, seeded: SeededInit, name: str, shape: tuple[int, int]) -> Tensor:
+        """A [r, d_in] or B [d_out, r]."""
+        match getattr(self.options, "init", "cola"):
             case "cola":
-                std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
-                weight.copy_(seeded.normal(name, weight.shape, std))
+                return seeded.normal(name, shape, (self.rank * (self.spec.d_in + self.spec.d_out)) ** -0.25)
             case "xavier":
-                weight.copy_(seeded.normal(name, weight.shape, (2 / sum(weight.shape)) ** 0.5))
-            case "kaiming":
-                weight.copy_(seeded.kaiming(name, weight.shape))
+                return seeded.normal(name, shape, (2 / sum(shape)) ** 0.5)
+            case _:
+                return seeded.kaiming(name, shape)
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         own = type(self)
@@ -51,24 +50,18 @@ class LowRank(Group):
         wide = at_least_fp32(a.dtype)
         return (self.scale * (b.to(wide) @ a.to(wide))).to(a.dtype)
 
-    def down(self, x: Tensor) -> Tensor:
-        """x [..., pad_in] -> A x [..., G, r]."""
-        return self.a.shared(x) if self.grouped else torch.stack([p.a(x) for p in self.projections], dim=-2)
-
     def activate(self, h: Tensor) -> Tensor:
         """The function between the factors; here the identity."""
         return h
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
-        z = self.activate(self.down(x))
+        z = self.activate(self.shared(x, self.a))
         return (z if self.scale == 1.0 else z * self.scale), None
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         """z [..., G, r] -> B z, one [..., pad_out] per projection."""
-        if self.grouped:
-            return self.b.batched(z).unbind(0)
-        return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))
+        return self.batched(z, self.b).unbind(0)
 
 
 def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

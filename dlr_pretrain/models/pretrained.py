@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
-from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import shortened
 
@@ -54,7 +54,7 @@ class PretrainedFolder:
             with safe_open(path, framework="pt") as file:
                 shape = file.get_slice(name).get_shape()
             if name not in expected:
-                fix = ", and was not folded: call fold_ before saving" if name.endswith("dlr_mark") else ""
+                fix = ", and was not folded: call fold_ before saving" if ".parametrizations." in name else ""
                 wrong.append(f"{name}: not a tensor of this model{fix}")
             elif shape != expected[name]:
                 wrong.append(f"{name}: has shape {shape} instead of {expected[name]}")
@@ -74,16 +74,10 @@ class PretrainedFolder:
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
-        """Start ``model``, which has its initial values, from these weights.
-
-        If an up-projection carries a residual, the residual is subtracted here, because training adds it again. The
-        first forward pass thus multiplies by the weights of the folder; the initial B of lora and relora is zero.
-        """
-        own = model.state_dict()  # views: also of buffers
+        """Start ``model``, which has its initial values, from these weights; the initial B of lora and relora stays."""
+        own = adapter.split(model, model.state_dict())
         for name in self.files:
             own[name].copy_(self.read(name))
-        for _, up in residuals(model):
-            up.residual.add(up.weight, up.dlr_alpha, share=-1.0)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -97,8 +91,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
     with torch.device("meta"):
-        model = Llama(cfg, vocab_size, grouped=False)
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        model = Llama(cfg, vocab_size)
+    return {name: list(tensor.shape) for name, tensor in adapter.split(model, model.state_dict()).items()}
 
 
 def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
@@ -112,7 +106,7 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
     found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
     found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    heads, act = cfg.scale.num_heads, "silu" if cfg.backbone.knobs.get("swiglu_silu", True) else "linear"
+    heads, act = cfg.scale.num_heads, "silu" if getattr(cfg.backbone, "swiglu_silu", True) else "linear"
     wanted = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
               "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default",
               "backbone": cfg.backbone.name, **cfg.backbone.knobs, "tokenizer_sha256": tokenizer}  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain.models.linear import SeededInit
+from dlr_pretrain.models.layer import SeededInit
 from dlr_pretrain.models.lora import Lora, merged
 from dlr_pretrain.util import sharded
 
@@ -20,21 +20,25 @@ class Relora(Lora):
     """
 
     @torch.no_grad()
-    def merge_(self, state: Mapping[str, Tensor], seeded: SeededInit, prefix: str, number: int) -> list[str]:
+    def merge_(self, state: Mapping[str, Tensor], seeded: SeededInit, path: str, number: int) -> list[str]:
         """Do merge ``number`` (counted from 1) on ``state`` (parameter name -> tensor): W0 += s B A, a new A, B = 0.
 
-        Returns the names of the factors, which start anew. The new A depends on the draw's seed, the parameter's name
-        and ``number`` alone.
+        ``path`` is the layer's. Returns the names of the factors, which start anew. The new A depends on the draw's
+        seed, the exported name and ``number`` alone.
         """
-        factors = []
-        for name in self.spec.names:
-            w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
-            own_w, own_a, own_b = (sharded.local_rows(state[name]) for name in (w, a, b))  # the same rows of W0 and B
-            own_w.copy_(merged(own_w, own_b, sharded.gathered(state[a]), self.scale))
-            own_a.copy_(sharded.own_part(state[a], seeded.kaiming(f"{a}/{number}", state[a].shape)))
-            own_b.zero_()
-            factors += [a, b]
-        return factors
+        w, a, b = (state[f"{path}.{name}"] for name in "wab")
+        block, rank, (first, end) = path.rpartition(".")[0], self.options.rank, sharded.span(w)
+        own_w, own_b, whole_a = sharded.local_rows(w), sharded.local_rows(b), self.each(sharded.gathered(a))
+        new_a = torch.zeros(whole_a.shape)
+        for number_of, name in enumerate(self.spec.names):
+            top = number_of * self.spec.pad_out
+            rows = slice(max(top, first) - first, max(min(top + self.spec.pad_out, end) - first, 0))  # of this rank
+            own_w[rows] = merged(own_w[rows], own_b[rows], whole_a[number_of], self.scale)
+            drawn = seeded.kaiming(f"{block}.{name}.a.weight/{number}", (rank, self.spec.d_in))
+            new_a[number_of, :, : self.spec.d_in] = drawn
+        sharded.local_rows(a).copy_(sharded.own_part(a, new_a.flatten(0, 1)))
+        own_b.zero_()
+        return [f"{path}.a", f"{path}.b"]
 
 
 BACKBONE = Relora

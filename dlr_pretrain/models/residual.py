@@ -1,305 +1,224 @@
-"""beta R^T of an up-projection: which output receives which latent, the layer that carries it, and how it is merged."""
+"""beta R^T: the entries of B to which DLR adds, and the weights W = round(B + beta R^T) of a model that trains.
+
+Output i of an up-projection B [d_out, r] receives, beside (B z)_i, beta times latent g(i) = floor(i / K), with K =
+ceil(d_out / r) copies of a latent and beta = alpha / sqrt(K). So B + beta R^T differs from B in the d_out entries
+(i, g(i)) alone. The loss and its gradient depend on W alone, and the gradient of B is that of W. What DLR changes is
+the initial W, and what decay and rounding of an update act on: B. So in the trainer the model holds W, and the
+optimizer takes the residual out before an update and puts it in afterwards.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.profiler import record_function
 
+from dlr_pretrain.config.tree import Dlr
+from dlr_pretrain.models.layer import Layer, named_layers
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import ALPHA, at_least_fp32, one_storage
 
 
-class Residual:
-    """beta R^T of one up-projection with weight [d_out, rank]: output i receives beta z[columns[i]].
+def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Tensor:
+    """The latent g(i) of each output [d_out]: floor(i / K), K = ceil(d_out / rank).
 
-    beta = alpha / sqrt(K), K = ceil(d_out / rank) (alpha itself without ``variance_correction``). ``columns`` is
-    floor(i / K) unless given. If alpha is learned, it is the parameter ``dlr_alpha`` of the layer, and the caller gives
-    its value to ``add``. If a weight is sharded by rows, each row on this rank receives the residual of its index in
-    the whole weight.
-    """
-
-    def __init__(
-        self,
-        d_out: int,
-        rank: int,
-        alpha: float,
-        variance_correction: bool,
-        impl: str,
-        columns: Tensor | None = None,
-    ):
-        self.copies = -(-d_out // rank)
-        self.divisor = math.sqrt(self.copies) if variance_correction else 1.0
-        self.alpha, self.impl = alpha, impl
-        self.rows = torch.arange(d_out)
-        self.contiguous = columns is None
-        self.columns = self.rows // self.copies if columns is None else columns
-        self.active = False  # whether a forward pass multiplies by B + beta R^T at present
-
-    @property
-    def beta(self) -> float:
-        return self.alpha / self.divisor
-
-    def add(self, weight: Tensor, alpha: Tensor | None = None, share: float = 1.0) -> None:
-        """Add share beta to the entries of ``weight``, in place."""
-        own, at = self.entries(weight)
-        beta = self.beta if alpha is None else alpha.to(at_least_fp32(weight.dtype)) / self.divisor
-        own[at] = plus(own[at], share * beta, weight.dtype)
-
-    def entries(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The rows of ``weight`` that this rank holds, and the indices of the entries (i, columns[i]) in them."""
-        self._follow(weight.device)
-        if not sharded.is_sharded(weight):
-            return weight, (self.rows, self.columns)
-        first, end = sharded.span(weight)
-        return sharded.local_rows(weight), (self.rows[: end - first], self.columns[first:end])
-
-    def places(self, weight: Tensor) -> Tensor:
-        """The positions of the entries in the storage of ``weight``, counted in values from its start."""
-        own, (rows, columns) = self.entries(weight)
-        return int(own.storage_offset()) + rows * own.stride(0) + columns * own.stride(1)
-
-    def duplicate(self, z: Tensor) -> Tensor:
-        """R^T z, [..., rank] -> [..., d_out]. Contiguous copies are full groups of K and a tail.
-
-        Repeating all latents and cutting at d_out gives the same, but inductor's C++ backend (torch 2.13) then does not
-        write the last partial group if K > 8.
-        """
-        if not self.contiguous:
-            self._follow(z.device)
-            return z.index_select(-1, self.columns)
-        full, tail = divmod(len(self.rows), self.copies)
-        y = z[..., :full].repeat_interleave(self.copies, dim=-1)
-        return torch.cat((y, z[..., full : full + 1].expand(*z.shape[:-1], tail)), dim=-1) if tail else y
-
-    def require_active(self, name: str) -> None:
-        """Raise RuntimeError if a forward pass would compute B z, which is neither DLR nor what folding gives."""
-        if self.impl == "weight" and not self.active:
-            rule = "its weight is without the residual, so this forward pass is that of another model"
-            fix = "Run it inside `with active(model):` (under a Trainer, use TrainsWithDlr), or after fold_(model)"
-            raise RuntimeError(f"{name}: {rule}. {fix}")
-
-    def require_inactive(self, name: str, act: str) -> None:
-        if self.active:
-            raise RuntimeError(f"{name}: the residual is merged into its weight; {act} outside `active`")
-
-    def _follow(self, device: torch.device) -> None:
-        if self.rows.device != device:
-            self.rows, self.columns = self.rows.to(device), self.columns.to(device)
-
-
-def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Tensor | None:
-    """The latent of each output [d_out] under ``grouping``; None for the default, contiguous groups of K.
-
-    "random": drawn once from ``seed`` and the MD5 of the layer's ``name``, as in the paper's study.
+    "random": drawn once from ``seed`` and the MD5 of the ``name`` of the module that holds B, as in the paper's study.
     """
     if grouping == "random":
         digest = hashlib.md5(name.encode(), usedforsecurity=False).digest()
         mixed = (seed ^ int.from_bytes(digest[:8], "little")) % (2**63 - 1)
         return torch.randint(0, rank, (d_out,), generator=torch.Generator("cpu").manual_seed(mixed))
-    return None
+    return torch.arange(d_out) // -(-d_out // rank)
 
 
-def plus(entries: Tensor, betas: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """entries + betas, formed in fp32 (fp64 for fp64) and rounded once to ``dtype``.
+def divisor_of(d_out: int, rank: int, variance_correction: bool) -> float:
+    """alpha / beta: sqrt(K), or 1 without ``variance_correction``."""
+    return math.sqrt(-(-d_out // rank)) if variance_correction else 1.0
 
-    Training, folding and exporting all add a residual to a weight by this function, so that they agree bit for bit.
+
+def plus(entries: Tensor, betas: Tensor | float) -> Tensor:
+    """entries + betas, formed in fp32 (fp64 for fp64) and rounded once."""
+    return (entries.to(at_least_fp32(entries.dtype)) + betas).to(entries.dtype)
+
+
+class Entries(NamedTuple):
+    """The entries of a fused B [G pad_out, r] that receive a residual, [n] each."""
+
+    rows: Tensor
+    columns: Tensor
+    projections: Tensor  # the number of the projection in the model
+    divisor: float  # alpha / beta
+
+    def own(self, b: Tensor) -> Entries:
+        """The entries in the rows of ``b`` that this rank holds, counted from its first row, on its device."""
+        first, end = sharded.span(b)
+        here = (first <= self.rows) & (self.rows < end)
+        rows, columns, projections = (t[here].to(b.device) for t in self[:3])
+        return Entries(rows - first, columns, projections, self.divisor)
+
+
+def entries(model: nn.Module, dlr: Dlr) -> dict[str, Entries]:
+    """The entries of each fused B of ``model``, by its name; none without DLR."""
+    found: dict[str, Entries] = {}
+    number = 0
+    for path, layer in named_layers(model) if dlr.enabled else ():
+        (d_out, rank), block = layer.parts["b"].shape, path.rpartition(".")[0]
+        names = [f"{block}.{projection}" for projection in layer.spec.names]
+        columns = [columns_of(dlr.grouping, name, d_out, rank, dlr.grouping_seed) for name in names]
+        rows = [torch.arange(d_out) + layer.spec.pad_out * i for i in range(layer.count)]
+        numbers = torch.arange(number, number + layer.count).repeat_interleave(d_out)
+        divisor = divisor_of(d_out, rank, dlr.variance_correction)
+        found[f"{path}.b"] = Entries(torch.cat(rows), torch.cat(columns), numbers, divisor)
+        number += layer.count
+    return found
+
+
+def strengths(model: nn.Module, dlr: Dlr, like: Tensor) -> dict[str, Tensor]:
+    """alpha of each projection, by its name in a checkpoint, if they are learned: in fp32 (fp64 for fp64)."""
+    if not (dlr.enabled and dlr.learn_alpha):
+        return {}
+    count = sum(layer.count for _, layer in named_layers(model))
+    return {ALPHA: torch.full((count,), dlr.alpha, dtype=at_least_fp32(like.dtype), device=like.device)}
+
+
+@torch.no_grad()
+def add_(tensors: Mapping[str, Tensor], model: nn.Module, dlr: Dlr, share: float = 1.0) -> None:
+    """Add share beta R^T to each B in ``tensors``, by the names in ``model``, rounded once.
+
+    Learned strengths are taken from ``tensors``.
     """
-    return (entries.to(at_least_fp32(entries.dtype)) + betas).to(dtype)
+    learned = tensors.get(ALPHA)
+    for name, whole in entries(model, dlr).items():
+        own, b = whole.own(tensors[name]), sharded.local_rows(tensors[name])
+        beta = dlr.alpha / own.divisor if learned is None else learned.to(b.device)[own.projections] / own.divisor
+        b[own.rows, own.columns] = plus(b[own.rows, own.columns], share * beta)
 
 
-class UpProjection(nn.Linear):
-    """A linear layer with a residual. ``attach_dlr`` mixes this class into the layer's own; ``fold_`` takes it out.
+class Residuals:
+    """Takes the residuals out of the weights of ``model`` before an update, and puts them in afterwards.
 
-    A ``state_dict`` holds B and, beside it, a ``mark``, which is required when the state is loaded again.
-    """
+    ``values`` are the tensors that an update changes, by the names of the parameters: the parameters themselves, or
+    fp32 masters, which always hold B. Where each rank holds all rows, the Bs are moved into one storage, so that one
+    kernel reaches all of them. ``compiled`` fuses the kernels.
 
-    residual: Residual
-    dlr_alpha: nn.Parameter | None  # if alpha is learned
-
-    def forward(self, z: Tensor) -> Tensor:
-        """W z + bias, with W = B + beta R^T; with ``impl="branch"``, B z + bias + beta R^T z, the paper's path."""
-        residual = self.residual
-        residual.require_active("an up-projection")
-        y = super().forward(z)
-        if residual.impl == "weight":
-            return y
-        copies = residual.duplicate(z)
-        if self.dlr_alpha is None:
-            return y + residual.beta * copies
-        beta = self.dlr_alpha / residual.divisor  # perhaps wider than z: a product would round it to the dtype of z
-        return y + (beta * copies.to(beta.dtype)).to(y.dtype)
-
-    def __reduce_ex__(self, protocol):  # also of copy.deepcopy
-        self.residual.require_inactive("an up-projection", "copy or pickle it")
-        return super().__reduce_ex__(protocol)
-
-    def mark(self) -> Tensor:
-        """[beta, CRC-32 of the columns], in float64. A learned alpha is in the state itself; 1 replaces it here."""
-        residual = self.residual
-        beta = residual.beta if self.dlr_alpha is None else 1 / residual.divisor
-        return torch.tensor([beta, zlib.crc32(residual.columns.cpu().numpy().tobytes())], dtype=torch.float64)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        self.residual.require_inactive(f"{prefix}weight", "save")
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}dlr_mark"] = self.mark()
-
-    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
-        name, own = f"{prefix}weight", self.mark().tolist()
-        self.residual.require_inactive(name, "load")
-        mark = state_dict.pop(f"{prefix}dlr_mark", torch.zeros(2)).tolist()
-        if name in state_dict and mark != own:
-            rule = f"was trained with another residual: by {prefix}dlr_mark, beta={mark[0]:g}, and here {own[0]:g}"
-            fix = "Attach with the same alpha, grouping, seed and names; what was trained without, load before"
-            raise RuntimeError(f"{name} {rule}. {fix}")
-        super()._load_from_state_dict(state_dict, prefix, *others)
-
-
-@cache
-def up_projection_class(linear: Any) -> type[nn.Linear]:
-    """``UpProjection`` mixed into ``linear``: one class for all layers of a class, so that blocks share a graph.
-
-    It is a class and not a forward hook because ``torch.compile`` guards on classes but, by default, not on hooks.
-    """
-    return UpProjection if linear is nn.Linear else type(f"Residual{linear.__name__}", (UpProjection, linear), {})
-
-
-def residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
-    """The up-projections that carry a residual, with their names."""
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, UpProjection)]
-
-
-def full_name(module: str, leaf: str) -> str:
-    """The name of a parameter of the submodule ``module``, which is empty for the module itself."""
-    return f"{module}.{leaf}" if module else leaf
-
-
-# ----------------------------------------------------------------------------------------------------
-# Merging, with few kernels for each storage
-
-
-class MergedResiduals:
-    """Merges the residuals that ``module`` has now into its weights, any number of times.
-
-    With ``masters`` (parameter name -> fp32 master) the masters are the state, and every merge sets all parameters from
-    them. Without, the weights are the state themselves. Places in memory are looked up once: neither may move later.
-    ``compiled`` fuses the kernels of a merge: two a storage, or one with masters, where eager code takes up to five.
+    ``alpha`` [projections] are the ``strengths`` if they are learned.
     """
 
-    def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None, compiled: bool = False):
-        self.carrying, self.masters = residuals(module), masters
-        parameters = dict(module.named_parameters())
-        state = parameters if masters is None else masters
-        self.working: list[Tensor] = [parameters[name] for name in masters or ()]
-        by_storage: dict[tuple[int, int], list[tuple[str, UpProjection, Tensor]]] = {}
-        for name, up in self.carrying:
-            if up.residual.impl == "weight":
-                b = state[full_name(name, "weight")]
-                by_storage.setdefault((_storage(up.weight), _storage(b)), []).append((name, up, b))
-        add = torch.compile(_add, fullgraph=True, dynamic=True) if compiled else _add
-        self.storages = [_Storage(layers, add) for layers in by_storage.values()]
+    def __init__(self, model: nn.Module, dlr: Dlr, values: Mapping[str, Tensor], compiled: bool = False):
+        working, found = dict(model.named_parameters()), entries(model, dlr)
+        pairs = [(working[name], values[name]) for name in found]
+        self.alpha: Tensor | None = strengths(model, dlr, like=pairs[0][1]).get(ALPHA)
+        own = {name: whole.own(working[name]) for name, whole in found.items()}
+        self.learned = own if dlr.learn_alpha else {}
+        self.parts: dict[str, tuple[list[int], list[slice]]] = {}  # see ``alpha_gradient``
+        in_place = all(w is v for w, v in pairs)
+        for tensors in zip(*pairs, strict=True):
+            if not sharded.is_sharded(tensors[0]):
+                _into_one_storage_(tensors)
+            if in_place:
+                break
+        put_in = torch.compile(_put_in, fullgraph=True, dynamic=True) if compiled else _put_in
+        groups: dict[int, list[tuple[Tensor, Tensor, Entries]]] = {}
+        for (w, v), of in zip(pairs, own.values(), strict=True):
+            groups.setdefault(_storage(w), []).append((w, v, of))
+        self.storages = [_Storage(group, dlr.alpha, self.alpha, put_in) for group in groups.values()]
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside the context the weights are B + beta R^T; at its end they are B again. See ``dlr.active``.
-
-        With masters they stay merged until the next merge.
-        """
-        if self.masters is None:
-            for name, up in self.carrying:
-                up.residual.require_inactive(name or "the module", "enter it")
-        watch = register_optimizer_step_pre_hook(self._refuse_step)
-        try:
-            self.merge()
-            yield
-        finally:
-            watch.remove()
-            spoiled = self.restore() if self.masters is None else []
-        if spoiled:
-            rule = "its weight was changed, cast or moved inside `active`, and holds a part of the residual for good"
-            raise RuntimeError(f"{spoiled[0] or 'the module'}: {rule}. Load it again, and do that outside")
-
-    @record_function("merge residuals")
     @torch.no_grad()
-    def merge(self) -> None:
-        """Make the working weights from the state: B + beta R^T, rounded once."""
-        if self.masters is not None:
-            torch._foreach_copy_(self.working, list(self.masters.values()))
+    def take_out(self) -> None:
+        """Make the values B, bit for bit."""
         for storage in self.storages:
-            storage.merge()
-        for _, up in self.carrying:
-            up.residual.active = True
+            storage.take_out()
 
-    @record_function("restore weights")
     @torch.no_grad()
-    def restore(self) -> list[str]:
-        """Take residuals out again that were merged into the state, bit for bit; returns layers that are spoiled."""
-        for _, up in self.carrying:
-            up.residual.active = False
-        return [name for storage in self.storages for name in storage.restore()]
+    def put_in(self) -> None:
+        """Make the weights W = round(B + beta R^T)."""
+        for storage in self.storages:
+            storage.put_in()
 
-    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, up in self.carrying:
-            if id(up.weight) in stepped:
-                up.residual.require_inactive(name or "the module", "call optimizer.step()")
+    def nbytes(self) -> int:
+        """Bytes of all tensors here beside weights and values: indices, strengths, and the entries of B."""
+        learned = [tensor for own in self.learned.values() for tensor in own[:3]]
+        held = [self.alpha, *learned, *(tensor for storage in self.storages for tensor in storage.held())]
+        return sum({id(tensor): tensor.nbytes for tensor in held if tensor is not None}.values())
+
+    @torch.no_grad()
+    def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The gradient of ``alpha`` from those of the Bs, by name. Under fsdp, ranks add up those of their rows."""
+        assert self.alpha is not None
+        total = torch.zeros_like(self.alpha)
+        for name, own in self.learned.items():
+            entries = sharded.local_rows(gradients[name])[own.rows, own.columns].to(total.dtype) / own.divisor
+            if name not in self.parts:
+                self.parts[name] = _parts(own.projections)
+            for number, part in zip(*self.parts[name], strict=True):  # in a fixed order: index_add_ has none on a GPU
+                total[number] = entries[part].sum()
+        return sharded.summed_(total, gradients[name])
 
 
 class _Storage:
-    """Layers (name, up-projection, state) whose weights lie in one storage, and whose states lie in one.
+    """Parameters whose memory lies in one storage, and the values of which do, too."""
 
-    The state of a layer is its weight itself or its master.
-    """
+    def __init__(
+        self, group: list[tuple[Tensor, Tensor, Entries]], alpha: float, learned: Tensor | None, put_in: Callable
+    ):
+        (weight, value, _), own = group[0], [own for _, _, own in group]
+        self.in_place, self.learned, self.add = weight is value, learned, put_in
+        self.weights = _memory(weight)
+        self.values = self.weights if self.in_place else _memory(value)  # two aliases would not compile in torch 2.11
+        self.write_at = torch.cat([_places(w, of) for w, _, of in group])
+        self.read_at = self.write_at if self.in_place else torch.cat([_places(v, of) for _, v, of in group])
+        wide = at_least_fp32(self.values.dtype)
+        divisors = [torch.full((len(of.rows),), of.divisor, dtype=torch.float64) for of in own]
+        self.betas = (alpha / torch.cat(divisors)).to(self.weights.device, wide)
+        if learned is not None:
+            self.projections = torch.cat([of.projections for of in own])
+            self.divisors = torch.cat(divisors).to(self.weights.device, wide)
+        self.kept: Tensor | None = None  # the entries of B while the weights hold those of W
 
-    def __init__(self, layers: list[tuple[str, UpProjection, Tensor]], add: Callable[..., Tensor]):
-        self.names, self.add, (_, first, state) = [name for name, _, _ in layers], add, layers[0]
-        self.own = [sharded.local_rows(up.weight) for _, up, _ in layers]
-        self.in_place = first.weight is state
-        self.weights = _memory(first.weight)
-        self.states = self.weights if self.in_place else _memory(state)  # two aliases would not compile in torch 2.11
-        self.write_at = torch.cat([up.residual.places(up.weight) for _, up, _ in layers])
-        self.read_at = self.write_at if self.in_place else torch.cat([up.residual.places(b) for _, up, b in layers])
-        self.entries: Tensor | None = None  # B's, while residuals are merged in place
-        wide, rows = at_least_fp32(self.states.dtype), list(zip(layers, self.own, strict=True))
-        self.betas = torch.cat([own.new_full((len(own),), up.residual.beta, dtype=wide) for (_, up, _), own in rows])
+    def held(self) -> tuple[Tensor | None, ...]:
+        learned = () if self.learned is None else (self.projections, self.divisors)
+        return self.write_at, self.read_at, self.betas, self.kept, *learned
 
-    def merge(self) -> None:
-        entries = self.add(self.weights, self.states, self.write_at, self.read_at, self.betas)
-        torch.autograd.graph.increment_version(self.own)
-        self.entries = entries if self.in_place else None
-        self.merged = self._seen()
+    def take_out(self) -> None:
+        if self.kept is not None:
+            self.values[self.read_at], self.kept = self.kept, None
 
-    def restore(self) -> list[str]:
-        """Write B's entries back; returns the layers whose weight is not the one that ``merge`` has left."""
-        if self.entries is None:
-            return []
-        seen = zip(self.names, self.merged, self._seen(), strict=True)
-        spoiled = [name for name, before, now in seen if before != now]
-        self.weights[self.write_at] = self.entries
-        torch.autograd.graph.increment_version(self.own)
-        self.entries = None
-        return spoiled
-
-    def _seen(self) -> list[tuple[int, int]]:
-        """For each layer where its weight lies, and how often that was written to, as autograd counts."""
-        return [(own.data_ptr(), own._version) for own in self.own]
+    def put_in(self) -> None:
+        self.take_out()  # of nothing, but after a second call in a row
+        if self.learned is not None:
+            self.betas = self.learned[self.projections] / self.divisors
+        kept = self.add(self.weights, self.values, self.write_at, self.read_at, self.betas)
+        self.kept = kept if self.in_place else None
 
 
-def _add(weights: Tensor, states: Tensor, write_at: Tensor, read_at: Tensor, betas: Tensor) -> Tensor:
-    """Set ``weights[write_at]`` to ``states[read_at]`` plus ``betas``; returns what was read. All are flat."""
-    entries = states[read_at]
-    weights[write_at] = plus(entries, betas, weights.dtype)
+def _put_in(weights: Tensor, values: Tensor, write_at: Tensor, read_at: Tensor, betas: Tensor) -> Tensor:
+    """Set ``weights[write_at]`` to ``values[read_at]`` plus ``betas``; returns what was read. All are flat."""
+    entries = values[read_at]
+    weights[write_at] = plus(entries, betas).to(weights.dtype)
     return entries
+
+
+def _parts(projections: Tensor) -> tuple[list[int], list[slice]]:
+    """The projections that ``projections``, which is sorted, names, and the slice of each."""
+    numbers, counts = torch.unique_consecutive(projections.cpu(), return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    return numbers.tolist(), [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def _into_one_storage_(tensors: tuple[Tensor, ...]) -> None:
+    for tensor, memory in zip(tensors, one_storage((t.numel() for t in tensors), like=tensors[0]), strict=True):
+        tensor.data = memory.view(tensor.shape).copy_(tensor)
+
+
+def _places(tensor: Tensor, own: Entries) -> Tensor:
+    """The positions of the entries in the storage of ``tensor``, counted in values."""
+    rows = sharded.local_rows(tensor)
+    return int(rows.storage_offset()) + own.rows * rows.stride(0) + own.columns * rows.stride(1)
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -311,3 +230,26 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return sharded.local_rows(tensor).untyped_storage()._cdata
+
+
+def branch_(model: nn.Module, dlr: Dlr, learned: Tensor | None = None) -> None:
+    """Compute beta R^T z beside B z, the paper's formula, in a ``model`` that holds B: a reference to compare with.
+
+    ``learned`` [projections] are the strengths if they are learned.
+    """
+    layers = dict(named_layers(model))
+    for name, whole in entries(model, dlr).items():
+        layer = layers[name.rpartition(".")[0]]
+        columns, numbers = (t.view(layer.count, -1) for t in (whole.columns, whole.projections))
+        alphas = [dlr.alpha] * layer.count if learned is None else learned[numbers[:, 0]].tolist()
+        _branch_(layer, columns.to(layer.get_parameter("b").device), [alpha / whole.divisor for alpha in alphas])
+
+
+def _branch_(layer: Layer, columns: Tensor, betas: list[float]) -> None:
+    expand, padding = layer.expand, (0, layer.spec.pad_out - columns.shape[1])
+
+    def both(z: Tensor) -> tuple[Tensor, ...]:
+        own = zip(expand(z), z.unbind(-2), columns, betas, strict=True)
+        return tuple(y + nn.functional.pad(beta * z_p.index_select(-1, at), padding) for y, z_p, at, beta in own)
+
+    layer.expand = both  # type: ignore[method-assign]

@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit
+from dlr_pretrain.models.layer import Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class SltrainProjection(Factors):
-    """A [r, d_in], B [d_out, r], and S [d_out, d_in] as its trained ``values`` at the sorted flat positions ``index``.
-
-    S has int(sparsity d_in d_out) entries.
-    """
-
-    index: Tensor
-
-    def __init__(self, spec: GroupSpec, knobs: dict):
-        super().__init__(spec, knobs)
-        entries = int(knobs["sparsity"] * spec.d_in * spec.d_out)
-        self.values = nn.Parameter(torch.empty(entries))
-        self.register_buffer("index", torch.empty(entries, dtype=torch.int64))
-
-
-class Sltrain(Group):
+class Sltrain(Layer):
     """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
 
-    Forward and backward each form the dense matrix and drop it. With ``grouped=False`` (``parallel=fsdp``), forward
-    keeps it for backward. The layer is deployed as this matrix.
+    S [d_out, d_in] has int(sparsity d_in d_out) entries: its trained ``values`` at the sorted flat positions ``index``.
+    Forward and backward each form the dense matrix and drop it; in ``eval`` mode, forward keeps it. The layer is
+    deployed as this matrix.
     """
 
-    projection = SltrainProjection
     deployed_dense = True
+    a: nn.Parameter
+    b: nn.Parameter
+    values: nn.Parameter
+    index: Tensor
 
-    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
-        super().__init__(spec, knobs, grouped)
-        self.scale = knobs["alpha"] / knobs["rank"]
+    def __init__(self, spec: Spec, options: Any):
+        super().__init__(spec, options)
+        rank, self.scale = options.rank, options.alpha / options.rank
+        entries = int(options.sparsity * spec.d_in * spec.d_out)
+        self.fuse("a", "a.weight", (rank, spec.d_in))
+        self.fuse("b", "b.weight", (spec.d_out, rank))
+        self.fuse("values", "values", (entries,))
+        self.fuse("index", "index", (entries,), dtype=torch.int64)
 
-    @torch.no_grad()
-    def init_(self, seeded: SeededInit, prefix: str) -> None:
-        for own, p in self.named(prefix):
-            p.a.weight.copy_(seeded.kaiming(f"{own}.a.weight", p.a.weight.shape))
-            p.b.weight.zero_()
-            p.values.copy_(seeded.uniform(f"{own}.values", p.values.shape, self.spec.d_in**-0.5))
-            order = torch.randperm(self.spec.d_out * self.spec.d_in, generator=seeded.generator(f"{own}.index"))
-            p.index.copy_(order[: len(p.index)].sort().values)
+    def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
+        (_, a), (_, b), (_, values), _ = self.parts.values()
+        order = torch.randperm(self.spec.d_out * self.spec.d_in, generator=seeded.generator(f"{name}.index"))
+        return {
+            "a.weight": seeded.kaiming(f"{name}.a.weight", a),
+            "b.weight": torch.zeros(b),
+            "values": seeded.uniform(f"{name}.values", values, self.spec.d_in**-0.5),
+            "index": order[: values[0]].sort().values,
+        }
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        multiply: Callable[..., Tensor] = self.multiply
-        if self.grouped:
-            multiply = partial(checkpoint, self.multiply, use_reentrant=False, preserve_rng_state=False)
-        return tuple(multiply(z, p.b.weight, p.a.weight, p.values, p.index) for p in self.projections)
+        projections = zip(*(self.each(t).unbind(0) for t in (self.b, self.a, self.values, self.index)), strict=True)
+        if not self.training:
+            return tuple(self.multiply(z, *own) for own in projections)
+        again = partial(checkpoint, self.multiply, use_reentrant=False, preserve_rng_state=False)
+        return tuple(again(z, *own) for own in projections)
 
     def multiply(self, z: Tensor, b: Tensor, a: Tensor, values: Tensor, index: Tensor) -> Tensor:
         """z [..., pad_in] -> the output [..., pad_out] of one projection."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import ALPHA, at_least_fp32
 
 
 class Adam(torch.optim.Optimizer):
@@ -20,7 +20,6 @@ class Adam(torch.optim.Optimizer):
     once, as in the fused kernels. A parameter without a gradient does not change. Counters are tensors on the CPU.
     """
 
-    heartbeat: Callable[[Iterable], Iterable] = staticmethod(iter)  # a run's version reports progress to its watch
     index: int  # the update's index in the run, from 0, set before each step
 
     def __init__(self, groups: list[dict], knobs: dict):
@@ -33,7 +32,7 @@ class Adam(torch.optim.Optimizer):
             self.update_group(group)
 
     def update_group(self, group: dict) -> None:
-        for p in self.heartbeat(group["params"]):
+        for p in group["params"]:
             if p.grad is not None:
                 self.update(p, p.grad, group)
 
@@ -80,12 +79,12 @@ def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[s
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict]:
     """The parameter groups, by weight decay, in the form of ``torch.optim``; no group is empty.
 
-    Scalars (learned alphas) are not decayed: at zero the residual would be gone. Groups hold this rank's rows of
-    sharded parameters.
+    Learned alphas are not decayed: at zero the residual would be gone. Groups hold this rank's rows of sharded
+    parameters.
     """
     groups: dict[float, list[Tensor]] = {}
-    for p in parameters.values():
-        groups.setdefault(0.0 if p.dim() == 0 else weight_decay, []).append(sharded.local_rows(p))
+    for name, p in parameters.items():
+        groups.setdefault(0.0 if name == ALPHA else weight_decay, []).append(sharded.local_rows(p))
     return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
 
 

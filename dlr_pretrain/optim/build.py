@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,32 +18,48 @@ from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
-from dlr_pretrain.util.tensors import named_generator
+from dlr_pretrain.util.tensors import ALPHA, named_generator
 
+Split = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by name: fused tensors -> views of their matrices
 BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the module of that name
     "adamw_foreach": partial(adamw.build, fused=False),
     "adamw_8bit": adamw.build_8bit,
     "fira": galore.build,
 }
+ELEMENTWISE = ("adamw", "adamw_foreach", "adamw_8bit")  # optimizers to which a fused parameter is as good as its parts
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class InOut(Protocol):
+    """Residuals in the weights that a model multiplies by (DLR), which updates must not see."""
+
+    alpha: Tensor | None
+
+    def take_out(self) -> None: ...
+
+    def put_in(self) -> None: ...
+
+    def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
 def build(
     choice: Choice,
-    parameters: Mapping[str, Tensor],
+    working: Mapping[str, Tensor],
     *,
+    values: Mapping[str, Tensor] | None = None,
+    residuals: InOut | None = None,
+    split: Split = dict,
     compiled: bool = False,
     rounding_seed: int | None = None,
-    heartbeat: Callable[[Iterable], Iterable] = iter,
 ) -> Optimizer:
-    """Build the optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
+    """Build the optimizer that ``choice`` names, over the parameters ``working`` of a model, by their names.
 
-    Scalars have no weight decay. Every update receives its learning rate. If parameters are sharded by rows, each rank
-    updates its own rows; optimizers of matrices do not support sharded parameters.
+    ``values`` are their fp32 masters if there are any. Scalars have no weight decay. Every update receives its learning
+    rate. ``split`` cuts fused tensors into matrices, for the optimizers that treat matrices as such. If parameters are
+    sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
 
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``heartbeat`` iterates over
-    the parameters of updates that can take seconds (galore, fira, loro).
+    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
     """
     options = {}
     if choice.name in STOCHASTIC_ROUNDING:
@@ -49,42 +67,97 @@ def build(
     elif rounding_seed is not None:
         raise ValueError(f"optimizer={choice.name} does not round stochastically")
     make = BUILDERS.get(choice.name) or importlib.import_module(f"dlr_pretrain.optim.{choice.name}").build
-    parts = make(dict(parameters), choice.knobs, **options)
-    for part in parts:
-        if isinstance(part, Adam):
-            part.heartbeat = heartbeat
-    return Optimizer(parameters, parts)
+    whole = choice.name in ELEMENTWISE or any(map(sharded.is_sharded, working.values()))
+    return Optimizer(working, values, residuals, dict if whole else split, partial(make, knobs=choice.knobs, **options))
 
 
-def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
+def state_bytes(choice: Choice, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
     """Bytes of all state tensors after an update of every parameter, counters included, as in ``state_tensors``.
 
     The update runs on the meta device: of the parameters only names, shapes and dtypes matter.
     """
     shaped = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     for p in shaped.values():
-        p.grad = torch.empty_like(p)
-    optimizer = build(choice, shaped)
+        p.requires_grad_().grad = torch.empty_like(p)
+    optimizer = build(choice, shaped, split=split)
+    optimizer.collect()
     optimizer.update(0.0, skip=torch.zeros(()), index=0)
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
 
 
-def checkpoint_bytes(choice: Choice, state: Mapping[str, Tensor], trained: Iterable[str]) -> int:
-    """Bytes of the tensors of a checkpoint: ``state`` (parameters and buffers), and the optimizer's for ``trained``."""
-    optimized = {name: state[name] for name in trained}
-    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(choice, optimized)
+def checkpoint_bytes(choice: Choice, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict) -> int:
+    """Bytes of the tensors of a checkpoint: ``state`` (parameters, buffers, learned strengths), and the optimizer's for
+    the ``trained`` parameters.
+    """
+    optimized = {name: state[name] for name in (*trained, ALPHA) if name in state}
+    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(choice, optimized, split)
 
 
 class Optimizer:
-    """One or more of torch's optimizers over disjoint parts of the named ``parameters``."""
+    """Updates the parameters of a model by one or more of torch's optimizers.
 
-    def __init__(self, parameters: Mapping[str, Tensor], parts: list[torch.optim.Optimizer]):
-        self.parameters, self.parts = dict(parameters), parts
-        owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
-        self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.parameters.items()}
+    The model multiplies by ``working``. An update changes ``values``, which have the same names: fp32 masters, or the
+    working weights themselves, without the residuals that the model multiplies by. A checkpoint holds ``values``.
+    ``optimized`` are the trained ones as the parts of the optimizer see them: matrix by matrix, if these need matrices.
+    """
+
+    def __init__(
+        self,
+        working: Mapping[str, Tensor],
+        values: Mapping[str, Tensor] | None,
+        residuals: InOut | None,
+        split: Split,
+        make: Callable[[dict[str, Tensor]], list[torch.optim.Optimizer]],
+    ):
+        self.working, self.residuals, self.split = dict(working), residuals, split
+        self.has_masters = values is not None
+        self.values = dict(working if values is None else values)
+        self.trained = [name for name, p in working.items() if p.requires_grad]
+        alpha = {} if residuals is None or residuals.alpha is None else {ALPHA: residuals.alpha}
+        self.values |= alpha
+        seen = {name: self.values[name] for name in self.trained}
+        self.optimized = (seen if split is dict else split({n: v.detach() for n, v in seen.items()})) | alpha
+        self.parts = make(self.optimized)
+        model, rows = set(working.values()), map(sharded.local_rows, self.optimized.values())
+        self.borrowed = [p for p in rows if p not in model]  # masters, views, and rows of shards
+        self.reads_on_device = all(map(_reads_found_inf, self.parts))
+        owner = {id(p): part for part in self.parts for group in part.param_groups for p in group["params"]}
+        self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.optimized.items()}
+        self.put_in()
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Make the working weights from the values: with residuals, rounded once."""
+        if self.has_masters:
+            torch._foreach_copy_(list(self.working.values()), [self.values[name] for name in self.working])
+        if self.residuals is not None:
+            self.residuals.put_in()
+
+    @contextmanager
+    def taken_out(self) -> Iterator[dict[str, Tensor]]:
+        """Within this context, the ``values`` are those of a checkpoint: they hold B, and no residual."""
+        if self.residuals is not None:
+            self.residuals.take_out()
+        try:
+            yield self.values
+        finally:
+            self.put_in()
+
+    @torch.no_grad()
+    def collect(self) -> list[Tensor]:
+        """Give each optimized tensor its gradient, in the tensor's dtype, and return all gradients."""
+        gradients = {}
+        for name in self.trained:
+            if (gradient := self.working[name].grad) is not None:
+                gradients[name] = gradient.to(self.values[name].dtype)
+        if ALPHA in self.optimized and self.residuals is not None:
+            gradients[ALPHA] = self.residuals.alpha_gradient(gradients)
+        for name, gradient in self.split(gradients).items():
+            self.optimized[name].grad = gradient
+        return list(gradients.values())
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
-        """Update all parameters at rate ``lr`` by the gradients times ``factor``, unless ``skip`` is 1.
+        """Update all parameters at rate ``lr`` by the collected gradients times ``factor``, unless ``skip`` is 1.
 
         If ``skip`` is 1, parameters and state do not change. ``skip`` and ``factor`` are fp32 scalars on the device.
         An update may overwrite the gradients. ``index`` is the update's index in the run, from 0, by which loro goes.
@@ -94,31 +167,46 @@ class Optimizer:
         once for both, and steps no part if ``skip`` is 1.
         """
         number: Tensor | float | None = None  # the factor, where parts cannot read it on the device
-        if not all(map(_reads_found_inf, self.parts)):
+        if not self.reads_on_device:
             skipped, number = _on_host(skip, factor)
             if skipped:
                 return
-        shards = [p for p in self.parameters.values() if sharded.is_sharded(p)]
-        for p in shards:
-            sharded.local_rows(p).grad = None if p.grad is None else sharded.local_rows(p.grad)
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-            if isinstance(part, Adam):
-                part.index = index
-            if _reads_found_inf(part):
-                vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
-            elif number is not None and number != 1.0:
-                gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-                torch._foreach_mul_(gradients, number)
-            part.step()
-        for p in shards:
-            sharded.local_rows(p).grad = None
+        with self.taken_out():
+            shards = [p for p in self.optimized.values() if sharded.is_sharded(p)]
+            for p in shards:
+                sharded.local_rows(p).grad = None if p.grad is None else sharded.local_rows(p.grad)
+            for part in self.parts:
+                self._step(part, lr, skip, factor, number, index)
+
+    def clear(self) -> None:
+        """Free the gradients that ``collect`` and ``update`` made; those of the model stay."""
+        for p in self.borrowed:
+            p.grad = None
+
+    def _step(
+        self,
+        part: torch.optim.Optimizer,
+        lr: float,
+        skip: Tensor,
+        factor: Tensor | None,
+        number: Tensor | float | None,
+        index: int,
+    ) -> None:
+        for group in part.param_groups:
+            group["lr"] = lr
+        if isinstance(part, Adam):
+            part.index = index
+        if _reads_found_inf(part):
+            vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
+        elif number is not None and number != 1.0:
+            gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(gradients, number)
+        part.step()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>/<entry>`` tensors, sharded like their parameters, except scalars."""
         return {
-            f"{name}/{entry}": sharded.shard_like(self.parameters[name], value) if value.dim() else value
+            f"{name}/{entry}": sharded.shard_like(self.optimized[name], value) if value.dim() else value
             for name, entry, value in self._entries()
         }
 
@@ -131,11 +219,16 @@ class Optimizer:
         states: dict[str, dict[str, Tensor]] = {}
         for full, stored in tensors.items():
             name, entry = full.rsplit("/", 1)
-            if name not in self.parameters:
+            if name not in self.optimized:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
-            states.setdefault(name, {})[entry] = _own(self.parameters[name], self.part_of[name], entry, stored)
+            states.setdefault(name, {})[entry] = _own(self.optimized[name], self.part_of[name], entry, stored)
         for name, state in states.items():
-            self.part_of[name].state[sharded.local_rows(self.parameters[name])] = state
+            self.part_of[name].state[sharded.local_rows(self.optimized[name])] = state
+
+    def release(self) -> None:
+        """Free the state: after the last update nothing needs it, and a device may have no room to fold beside it."""
+        for part in self.parts:
+            part.state.clear()
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int) -> None:
@@ -143,11 +236,12 @@ class Optimizer:
 
         The choice depends on (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023), which keeps 0.001.
         """
+        names = set(self.split({name: self.values[name] for name in names}))
         state = {(name, entry): value for name, entry, value in self._entries()}
         for (name, entry), value in state.items():
             moment, _, part = entry.partition(".")
             if name in names and moment in MOMENTS and part in ("", "codes"):
-                p, zero = self.parameters[name], 0
+                p, zero = self.optimized[name], 0
                 if part == "codes":
                     zero = int(state[name, f"{moment}.map"].abs().argmin())
                 shape = p.shape if sharded.is_sharded(p) else value.shape
@@ -156,7 +250,7 @@ class Optimizer:
                 value.masked_fill_(sharded.own_part(p, dropped), zero)
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
-        for name, p in self.parameters.items():
+        for name, p in self.optimized.items():
             for entry, value in self.part_of[name].state.get(sharded.local_rows(p), {}).items():
                 yield name, entry, value
 

@@ -47,7 +47,7 @@ class Loro(Adam):
     def update_group(self, group: dict) -> None:
         if not group.get("paired"):
             return super().update_group(group)
-        for b, a in self.heartbeat(zip(group["params"][::2], group["params"][1::2], strict=True)):
+        for b, a in zip(group["params"][::2], group["params"][1::2], strict=True):
             if b.grad is not None and a.grad is not None:
                 (db, step), (da, _) = self.direction(b, b.grad, group), self.direction(a, a.grad, group)
                 self.update_pair(b, a, db, da, step, group["weight_decay"])

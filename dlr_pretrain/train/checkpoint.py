@@ -9,7 +9,7 @@ A folder is written under a hidden name, and every file is flushed to the disk, 
 folder is renamed. A checkpoint that is to go is first renamed, then deleted. So whatever is called ``step_*`` was whole
 once; checksums tell whether it still is.
 
-The parameters are those of the training state: fp32 masters if there are any, and B without its residual. If every
+The model's tensors are what the optimizer updates: fp32 masters if there are any, and B without its residual. If every
 rank holds a tensor, one rank writes it. If a tensor is sharded by rows, each rank writes its own rows. Any number of
 ranks can read both kinds.
 """
@@ -41,7 +41,7 @@ from dlr_pretrain.util.files import sync, write_durably
 if TYPE_CHECKING:
     from dlr_pretrain.train.ranks import Ranks
 
-FORMAT = 3
+FORMAT = 4
 CONTENT = "checkpoint.json"
 
 

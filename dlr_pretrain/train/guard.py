@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import math
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
@@ -24,8 +26,9 @@ from dlr_pretrain.data import Batch, Tokenizer, TrainLoader
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.state import TrainState
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
 
 
@@ -126,12 +129,12 @@ class Guard:
         """Whether the run was asked to save after ``step`` and end."""
         return self.stop_requested or step == self.cfg.train.stop_after
 
-    def require_sound(self, step: int, weights: Weights) -> None:
-        """Before a save: raise UserError if weights are not finite, or differ between ranks.
+    def require_sound(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Before ``tensors`` are saved: raise UserError if they are not finite, or differ between ranks.
 
         They differ if GPUs of several kinds compute unequal initial values or updates.
         """
-        sums, finite = zip(*self.ranks.gather((weights.checksums(), weights.finite())), strict=True)
+        sums, finite = zip(*self.ranks.gather((checksums(tensors), all_finite(tensors))), strict=True)
         differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
         if all(finite) and not differ:
             return
@@ -178,13 +181,30 @@ class Guard:
         for error in filter(None, self.ranks.gather(self.error)):
             raise error
 
-    def state(self) -> list[int]:
+    def counts(self) -> list[int]:
+        """The part of the run's state that is counted here."""
         return [self.skipped, self.skipped_in_a_row, self.last_skipped]
 
-    def resume(self, step: int, state: list[int]) -> None:
-        self.skipped, self.skipped_in_a_row, self.last_skipped = state
-        if step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the run
+    def resume(self, state: TrainState) -> None:
+        self.skipped, self.skipped_in_a_row, self.last_skipped = state.skipped
+        if state.step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the run
             self._fail_if_too_many_skipped()
+
+
+@torch.no_grad()
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """A sum over the bytes of each tensor that every rank holds whole: equal tensors have equal sums."""
+    whole = {name: value for name, value in tensors.items() if not sharded.is_sharded(value)}
+    sums = [t.contiguous().flatten().view(torch.int8).sum(dtype=torch.int64) for t in whole.values()]
+    return dict(zip(whole, torch.stack(sums).tolist(), strict=True)) if whole else {}
+
+
+@torch.no_grad()
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all values that this rank holds are finite."""
+    own = map(sharded.local_rows, tensors.values())
+    floats = [t for t in own if t.is_floating_point() and t.numel()]
+    return bool(torch.stack([end.float() for t in floats for end in t.aminmax()]).isfinite().all())
 
 
 def _describe(outcome: Outcome[float]) -> str:

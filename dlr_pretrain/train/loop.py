@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.state import TrainState, load, saved_tensors
 from dlr_pretrain.train.update import Outcome, Update, trial
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
@@ -38,7 +40,7 @@ def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
 
 
 class Loop:
-    """Trains the weights of ``update`` from step ``self.step``, the number of updates so far, to the last one.
+    """Trains the model of ``update`` from ``state`` to the last step.
 
     ``sinks`` take the record of each step, on rank 0 only.
     """
@@ -55,45 +57,43 @@ class Loop:
         console: Console,
     ):
         self.cfg, self.ranks, self.update, self.evaluator = cfg, ranks, update, evaluator
-        self.weights, self.optimizer = update.weights, update.optimizer
         self.sinks, self.saver, self.guard, self.console = sinks, saver, guard, console
         self.profiler = profiler(cfg, saver.run_dir, ranks) if cfg.profile.enabled else None
-        self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
+        self.meter = Meter(cfg, ranks, update.model, update.micro_batch)
         self.pending = Pending(ranks.device)
-        self.step = self.tokens = self.real_tokens = 0
-        self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
+        self.state = TrainState()
 
     def fit(self, loader: TrainLoader) -> None:
         """Train to the last step. ``guard`` raises whatever ends the run before it."""
-        cfg, guard = self.cfg, self.guard
-        guard.raise_if_stopped(self.step)
-        if self.step < cfg.train.steps:
+        cfg, guard, state = self.cfg, self.guard, self.state
+        guard.raise_if_stopped(state.step)
+        if state.step < cfg.train.steps:
             self.update.warm_up()
-        while self.step < cfg.train.steps:
+        while state.step < cfg.train.steps:
             batch = guard.next_batch(loader)
-            outcome = self.update(batch, self.step, rate(cfg, self.step), failed=guard.error is not None)
-            self.step += 1
+            outcome = self.update(batch, state.step, rate(cfg, state.step), failed=guard.error is not None)
+            state.step += 1
             self.push(outcome, batch)
 
-            last = self.step == cfg.train.steps
-            evaluates, merges = last or self.step % cfg.eval.every == 0, merge_due(cfg, self.step)
-            saves = last or self.step % cfg.checkpoint.every == 0
+            last = state.step == cfg.train.steps
+            evaluates, merges = last or state.step % cfg.eval.every == 0, merge_due(cfg, state.step)
+            saves = last or state.step % cfg.checkpoint.every == 0
             self.drain(evaluates, at_once=evaluates or merges or saves)
             if guard.ended_by is not None:
                 self.end_before(*guard.ended_by)
             if merges:
                 with self.meter.paused():
-                    self.update.merge(self.step)
-            if saves or guard.stops_after(self.step):
+                    self.update.merge(state.step)
+            if saves or guard.stops_after(state.step):
                 with self.meter.paused():
-                    self.save(final=last or guard.stops_after(self.step))
-            guard.raise_if_stopped(self.step)
+                    self.save(final=last or guard.stops_after(state.step))
+            guard.raise_if_stopped(state.step)
         guard.raise_if_failed()
 
     def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
         """Send the outcome of the update on its way to the host, while the device goes on."""
-        self.ranks.heartbeat.stepped(self.step)
-        self.pending.push(self.step, outcome, batch)
+        self.ranks.heartbeat.stepped(self.state.step)
+        self.pending.push(self.state.step, outcome, batch)
         if self.profiler is not None:
             with self.meter.paused():
                 self.profiler.step()
@@ -103,18 +103,19 @@ class Loop:
 
         Stops at an update that ends the run.
         """
-        for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.stops_after(self.step)):
+        state = self.state
+        for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.stops_after(state.step)):
             if not self.guard.see(step, outcome, batch):
                 break
-            self.streams = batch.state
-            self.tokens += self.update.tokens
-            self.real_tokens += int(outcome.real_tokens)
+            state.streams = batch.state
+            state.tokens += self.update.tokens
+            state.real_tokens += int(outcome.real_tokens)
             record: dict = {"step": step, "train/skipped": self.guard.skipped}
-            record |= {"train/tokens": self.tokens, "train/real_tokens": self.real_tokens}
+            record |= {"train/tokens": state.tokens, "train/real_tokens": state.real_tokens}
             record |= self.meter.record(step, outcome)
-            if evaluates and step == self.step:
-                with self.meter.paused(), self.weights.with_residual():
-                    record |= self.evaluator(self.weights.model)
+            if evaluates and step == state.step:
+                with self.meter.paused():
+                    record |= self.evaluator(self.update.model)
             for sink in self.sinks:
                 sink(record)
             self.console.step(record, self.meter.seconds_per_step())
@@ -124,9 +125,9 @@ class Loop:
 
         If a save has failed for good, its error is the reason: the run ends with the checkpoint before it.
         """
-        self.step = step - 1
+        self.state.step = step - 1
         self.saver.wait()
-        if self.step > self.saver.saved:
+        if self.state.step > self.saver.saved:
             self.save(final=True)
         self.guard.raise_reason(step, outcome)
 
@@ -136,34 +137,23 @@ class Loop:
         Raises UserError if the weights are not sound, if the save before has failed for good or, with ``final``, this
         one has.
         """
-        self.guard.require_sound(self.step, self.weights)
-        self.saver.save(self.step, self.snapshot(), final)
-
-    def snapshot(self) -> Snapshot:
         streams: dict[str, list[int]] = {}
-        for own in self.ranks.gather(self.streams):
+        for own in self.ranks.gather(self.state.streams):
             streams |= own
-        return Snapshot(
-            self.weights.state,
-            self.optimizer.state_tensors(),
-            state={
-                "step": self.step,
-                "tokens": self.tokens,
-                "real_tokens": self.real_tokens,
-                "skipped": self.guard.state(),
-                "streams": streams or None,  # None: no batch of these data was taken
-            },
-        )
+        state = replace(self.state, streams=streams, skipped=self.guard.counts())
+        model, optimizer = self.update.model, self.update.optimizer
+        with optimizer.taken_out() as values:
+            tensors = saved_tensors(model, values)
+            self.guard.require_sound(self.state.step, tensors)
+            self.saver.save(state.step, Snapshot(tensors, optimizer.state_tensors(), asdict(state)), final)
 
     def resume(self, found: Checkpoint) -> None:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
-        self.weights.load(found.model)
-        self.optimizer.load_state_tensors(found.optimizer)
+        load(self.update.model, self.update.optimizer, found.model)
+        self.update.optimizer.load_state_tensors(found.optimizer)
+        self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})
+        self.guard.resume(self.state)
         found.close()
-        state = found.state
-        self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
-        self.streams = state["streams"] or {}
-        self.guard.resume(self.step, state["skipped"])
 
 
 def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:

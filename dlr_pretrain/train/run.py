@@ -15,8 +15,9 @@ from torch import Tensor
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
-from dlr_pretrain.models.flops import flops_per_token
-from dlr_pretrain.optim.build import checkpoint_bytes
+from dlr_pretrain.models.flops import flops_per_token, parameter_counts
+from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.optim.build import Optimizer, checkpoint_bytes
 from dlr_pretrain.train.console import Console, duration, summary
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
@@ -27,10 +28,10 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
+from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_tensors
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import PlannedMemory, Update, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.views import open_view
-from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.errors import Diverged, Stopped
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import loading
@@ -80,10 +81,11 @@ class Run:
         self.use_device()
         with explain_out_of_memory(self.cfg, self.ranks):
             fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
-            weights = build_weights(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
-            self.summarize(weights, start)
-            self.train(weights, start)
-        self.fold(weights)
+            model = new_model(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
+            optimizer = new_optimizer(self.cfg, model)
+            self.summarize(model, start)
+            self.train(model, optimizer, start)
+        self.fold(model, optimizer)
 
     def open_record(self) -> None:
         """Write down what this run is. Raises UserError if the directory holds another run."""
@@ -115,14 +117,14 @@ class Run:
         )
         self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.planned, self.dir)
 
-    def summarize(self, weights: Weights, start: Start) -> None:
+    def summarize(self, model: Llama, start: Start) -> None:
         """Show on the console what will be trained."""
-        trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
+        trained = parameter_counts(self.cfg, model)["trainable"]
         flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         self.ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, weights) | start.summary())
+        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, model) | start.summary())
 
-    def train(self, weights: Weights, start: Start) -> None:
+    def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""
         cfg, ranks, text, console, found = self.cfg, self.ranks, self.text, self.console, start.checkpoint
         with ExitStack() as opened:
@@ -130,15 +132,17 @@ class Run:
             ranks.on_main(lambda: self.open_metrics(opened, start))
             saver = Saver(self.dir, ranks, cfg.checkpoint, self.metrics, console, start.saved)
             opened.enter_context(saver)
-            saver.check_disk(checkpoint_bytes(cfg.optimizer, weights.state, weights.trained))
-            update = Update(cfg, ranks, weights)
+            tensors = saved_tensors(model, optimizer.values)
+            saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
+            update = Update(cfg, ranks, model, optimizer)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
             guard = Guard(cfg, ranks, saver, console, text.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
                 loop.resume(found)
-            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, loop.streams or None)
+            streams = loop.state.streams or None
+            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
             opened.enter_context(closing(loader))
             loop.fit(loader)
 
@@ -149,13 +153,14 @@ class Run:
         if view := open_view(self.cfg, self.dir, self.console, start.step):
             self.sinks.append(opened.enter_context(view).log)
 
-    def fold(self, weights: Weights) -> None:
+    def fold(self, model: Llama, optimizer: Optimizer) -> None:
         """Write the folded checkpoint and the report."""
         self.ranks.finishing()
-        tensors = weights.folded(keep=self.ranks.is_main)
-        folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))
+        optimizer.release()
+        tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
+        checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))
         self.ranks.on_main(self.write_report)
-        self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
+        self.console.summary({"folded": checked, "finished": f"in {duration(time.time() - self.started)}"})
         self.say_how_to_load()
 
     def write_report(self) -> None:
@@ -177,8 +182,8 @@ class Run:
         self.console.say((f"report      {report}\n" if report.exists() else "") + f"export      {folded}\n\n{code}")
 
 
-def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], text: Text) -> str:
-    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``; returns how it was checked.
+def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], text: Text) -> str:
+    """Write ``<run>/folded`` from the folded ``tensors``, by their exported names; returns how it was checked.
 
     Raises UserError if the export is not what was trained; it then stays in ``<run>/.folded.partial``. Raises Diverged,
     and writes nothing, if the last evaluation is not finite. The checkpoints stay as they are.
@@ -192,4 +197,4 @@ def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], text: Text) ->
     ids = torch.from_numpy(text.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)
     record["unknown tokens of the text"] = f"{text.unknown:.2%}"
-    return export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
+    return export(run_dir / "folded", cfg, tensors, run_dir / "tokenizer", record, ids)

@@ -148,14 +148,14 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
-        found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
+        found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": {}}
         return say(f"starting from the weights of {found.path}")
     refuse(OPTIMIZER_KEYS, "optimizer", ", or leave out run.start_optimizer")
     if found.step >= cfg.train.steps:
         rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
         raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
     if any(name.startswith(DATA_KEYS) for name in changed):
-        found.state["streams"] = None
+        found.state["streams"] = {}
         say("the data start anew, because their keys have changed")
     say(f"continuing {found.path} after step {found.step:,}: the learning rate there is {rate(cfg, found.step):.3g}")
     if changed:

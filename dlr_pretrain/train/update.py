@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -15,16 +15,18 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import Batch, inputs_and_targets
-from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.linear import SeededInit, named_groups, require_shared_storage
+from dlr_pretrain.models import Llama
+from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.models.relora import Relora
-from dlr_pretrain.optim.build import build as build_optimizer
+from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.weights import Weights, place
+from dlr_pretrain.train.state import new_model, new_optimizer
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE
+from dlr_pretrain.util.tensors import IGNORE
 
+MATRICES = 7200.0  # seconds that an update of matrices may take: GaLore decomposes all gradients of 7b in one
 USABLE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 # (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
 PlannedMemory = Callable[[Config, int, int], int]
@@ -45,19 +47,13 @@ class Outcome(NamedTuple, Generic[Scalar]):
 class Update:
     """Computes all gradients of a global batch, then takes the optimizer's step."""
 
-    def __init__(self, cfg: Config, ranks: Ranks, weights: Weights):
-        require_shared_storage(weights.model)
-        self.cfg, self.ranks, self.weights = cfg, ranks, weights
+    def __init__(self, cfg: Config, ranks: Ranks, model: Llama, optimizer: Optimizer):
+        self.cfg, self.ranks, self.model, self.optimizer = cfg, ranks, model, optimizer
+        if cfg.compile:
+            parallel.compile_(cfg, model, ranks.world_size)
+        self.module, self.parameters = parallel.replicated(model, ranks.world_size), list(model.parameters())
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
-        self.gradients = weights.gradients(ranks.world_size)
-        self.optimizer = build_optimizer(
-            cfg.optimizer,
-            weights.optimized,
-            compiled=bool(cfg.compile),
-            rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
-            heartbeat=ranks.heartbeat,
-        )
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
     def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Outcome[Tensor]:
@@ -84,22 +80,28 @@ class Update:
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
         """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.
 
-        ``micro_batches`` holds the model's inputs. Within this method the model multiplies by B with its residual.
+        ``micro_batches`` holds the model's inputs: ids and targets [b, T], and the document numbers if documents are
+        masked. Micro-batches are summed in the gradients' own dtype: in bf16, 32 of them have an error of about 0.6%.
         """
-        with self.weights.with_residual():
-            losses = [
-                self.gradients.add(inputs, count, last=number == len(micro_batches))
-                for number, inputs in enumerate(self.ranks.heartbeat(micro_batches), 1)
-            ]
+        losses = []
+        for number, inputs in enumerate(self.ranks.heartbeat(micro_batches), 1):
+            with parallel.summing(self.module, last=number == len(micro_batches)):
+                with record_function("forward"):
+                    loss = self.module(*inputs) / count
+                with record_function("backward"):
+                    loss.backward()
+            losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     @record_function("optimizer")
     def step(self, loss: Tensor, index: int, lr: float, failures: Tensor) -> tuple[Tensor, Tensor]:
         """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was skipped."""
-        norm = self.gradients.norm(self.gradients.collect())
+        norm = parallel.norm_of(self.optimizer.collect())
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
-        self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
-        self.gradients.clear()
+        with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRICES):
+            self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
+        self.optimizer.clear()
+        parallel.clear_gradients(self.module, self.parameters)
         return norm, skipped
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
@@ -127,9 +129,10 @@ class Update:
         """
         knobs: dict = self.cfg.backbone.knobs
         seeded, number, factors = SeededInit(self.cfg.seed), step // knobs["merge_every"], set()
-        for prefix, group in named_groups(self.weights.model):
-            if isinstance(group, Relora):
-                factors |= set(group.merge_(self.weights.state, seeded, prefix, number))
+        with self.optimizer.taken_out() as values:
+            for path, layer in named_layers(self.model):
+                if isinstance(layer, Relora):
+                    factors |= set(layer.merge_(values, seeded, path, number))
         self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number)
 
     def warm_up(self) -> None:
@@ -139,20 +142,18 @@ class Update:
         of a sum depends on its place in a bucket. Without this pass, the first step after a resume would differ from
         that of an uninterrupted run.
         """
-        if self.gradients.bucketed:
+        if self.module is not self.model:
             device, train = self.ranks.device, self.cfg.train
             rows = torch.zeros(self.micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
             nothing = inputs_and_targets(rows, rows[:, 0], 1 if self.cfg.data.mask_documents else None)
-            with self.weights.with_residual():
-                self.gradients.add(nothing, torch.ones((), device=device), last=True)
-            self.gradients.clear()
+            self.forward_backward([nothing], torch.ones((), device=device))
+            parallel.clear_gradients(self.module, self.parameters)
 
 
 def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:
     """The updates of ``model`` (default: a new one), for checks and measurements without the data of a run."""
-    if model is None:
-        model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name])
-    return Update(cfg, ranks, place(cfg, ranks, model))
+    model = model or new_model(cfg, ranks, vocab_size)
+    return Update(cfg, ranks, model, new_optimizer(cfg, model))
 
 
 def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:

@@ -28,8 +28,10 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The range [first, end) of the rows of a sharded ``tensor`` that this rank holds, divided as by torch.chunk."""
-    if not is_sharded(tensor) or [placement.is_shard(0) for placement in tensor.placements] != [True]:
+    """The range [first, end) of the rows of ``tensor`` that this rank holds, divided as by torch.chunk."""
+    if not is_sharded(tensor):
+        return 0, len(tensor)
+    if [placement.is_shard(0) for placement in tensor.placements] != [True]:
         raise ValueError(f"tensors are sharded by rows here, and not this one: {tensor}")
     count = tensor.shape[0]
     each = -(-count // tensor.device_mesh.size())
@@ -75,3 +77,10 @@ def gathered(tensor: Tensor) -> Tensor:
     """All rows of ``tensor``, on every rank; all ranks must call."""
     own = tensor.detach()
     return own.full_tensor() if is_sharded(own) else own
+
+
+def summed_(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` summed in place over the ranks that hold rows of ``like``; all of them must call."""
+    if is_sharded(like):
+        torch.distributed.all_reduce(tensor, group=like.device_mesh.get_group())
+    return tensor

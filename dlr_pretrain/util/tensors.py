@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+ALPHA = "dlr_alpha"  # the name of the learned strengths of residuals (DLR) among a model's tensors
 IGNORE = -100  # as a target: the position has no target
 # By precision, the dtype of the weights that the model multiplies by
 WORKING_DTYPE = {"fp32": torch.float32} | dict.fromkeys(("bf16", "bf16_sr", "bf16_mixed"), torch.bfloat16)

@@ -49,7 +49,7 @@ def test_acts_take_turns_and_ratios_are_of_the_same_round():
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_parity_check_passes_what_is_right_and_stops_what_is_not(precision):
+def test_the_parity_check_stops_what_is_wrong(precision):
     """A residual of another strength does not pass, and neither does a NaN."""
     overrides = joined(TINY, ["dlr=on", f"precision={precision}"])
     cfg, wrong = load(overrides), load([*overrides, f"dlr.alpha={1.1 if precision == 'fp32' else 2}"])
@@ -73,8 +73,9 @@ def test_peers_and_we_score_the_same_targets():
 
 @pytest.mark.full
 def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkeypatch):
-    code, found = bench("step", *TINY, *QUICK, "--variant", "dlr=off", "--variant", "dlr=on")
-    assert code == 0 and list(found) == ["dlr=off", "dlr=off, once more", "dlr=on"]
+    variants = [word for of in ("dlr=off", "dlr=on", "dlr=on by-branch") for word in ("--variant", of)]
+    code, found = bench("step", *TINY, *QUICK, *variants)
+    assert code == 0 and list(found) == ["dlr=off", "dlr=off, once more", "dlr=on", "dlr=on by-branch"]
     assert all(len(v["seconds"]) == 2 and v["parity"]["passes"] for v in found.values())
     on = found["dlr=on"]
     assert found["dlr=off"]["ratio"]["median"] == 1 and on["overrides"][-1] == "dlr=on"
@@ -85,27 +86,29 @@ def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkey
     monkeypatch.setattr(parity, "FP32_BOUND", -1.0)
     assert bench("step", *TINY, "--variant", "dlr=on", *QUICK)[0] == EXIT_FAILED
     assert "DIFFER, the times do not count" in capsys.readouterr().out
+    assert bench("step", *TINY, "--variant", "dlr=off by-branch", *QUICK)[0] == EXIT_CONFIG
 
 
 ADAPTER = """
 from benchmarks.peers import as_batch
-from benchmarks.variants import Variant
-from dlr_pretrain.cli import load
+from benchmarks.variants import BY_BRANCH, Variant, compose
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.train.ranks import Ranks
 
 class Step:
     def __init__(self, scaled):
-        cfg = load({overrides!r} + ["dlr=off", "seed=7"])
-        self.variant, self.scaled = Variant("peer", cfg, Ranks(cfg)), scaled
+        cfg, by_branch = compose({overrides!r} + ["dlr=on", BY_BRANCH, "seed=7"])
+        self.variant, self.scaled = Variant("peer", cfg, Ranks(cfg), by_branch=by_branch), scaled
 
     def tensors(self):
-        return {{n: p.detach().clone() for n, p in self.variant.trainer.weights.state.items()}}
+        model = self.variant.trainer.model
+        return {{name: p.clone() for name, p in split(model, model.state_dict()).items()}}
 
     def step(self, ids):
         return self.scaled * self.variant.step(as_batch(ids))
 
 def ours(scale):
-    return ["dlr=off"]
+    return ["dlr=on"]
 
 def build(scale, device, dtype, batch, T, compile, layers):
     return Step(1.0)
@@ -117,10 +120,10 @@ def build_wrong(*shape, **options):
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_peer_starts_us_from_its_own_weights_and_must_give_our_losses(bench, tmp_path, precision, capsys):
+def test_a_peer_must_give_our_losses_from_its_own_weights(bench, tmp_path, precision, capsys):
     overrides, file = joined(TINY, [f"precision={precision}"]), tmp_path / "peer.py"
     file.write_text(ADAPTER.format(overrides=overrides))
-    given = ("compare", *overrides, "dlr=on", *QUICK)
+    given = ("compare", *overrides, "dlr=off", *QUICK)
     code, found = bench(*given, "--peer", str(file), "--peer", f"{file}:build_wrong")
     assert code == 0 and list(found) == ["ours", "ours, once more", "peer", "peer_wrong"]
     assert found["peer"]["parity"]["passes"] and not found["peer_wrong"]["parity"]["passes"]

@@ -23,7 +23,7 @@ def test_the_pages_show_what_their_tables_of_runs_say():
         assert (page.parent / link).is_file()
 
 
-def test_the_intervals_of_a_table_hold_together_and_p_is_that_of_holm():
+def test_the_intervals_of_a_table_hold_together():
     """Three differences of known p: 0.01, 0.02 and 0.04 alone become 0.03, 0.04 and 0.04."""
     values = {p: [t.ppf(1 - p / 2, 2) / 3**0.5 + x for x in (-1, 0, 1)] for p in (0.04, 0.01, 0.02)}
     effects = [{"method": str(p), "against": "plain", "by_seed": dict(enumerate(found))} for p, found in values.items()]
@@ -61,7 +61,7 @@ def commands(tmp_path):
 
 
 @pytest.mark.full
-def test_the_programme_reads_the_hub_or_shards_and_every_comparison_can_be_trained(commands, tmp_path):
+def test_every_command_of_the_programme_composes(commands, tmp_path):
     for words, given in (
         ("data=c4 ", {}),
         ("data.root=texts", {"TEXT": "texts"}),

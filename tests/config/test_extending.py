@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 MODELING, EXPORT = "dlr_pretrain/deploy/modeling_lowrank_llama.py", "dlr_pretrain/deploy/export.py"
+LOOP = "dlr_pretrain/train/loop.py"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,16 @@ def extended(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     layer, entry, knobs = re.findall(r"```python\n(class Gelu.*?|    \".*?)```", PAGE, flags=re.DOTALL)
+    (metric,) = re.findall(r"```python\n( +with .*?)```", PAGE, flags=re.DOTALL)
     modeling, export = (folder / MODELING).read_text(), (folder / EXPORT).read_text()
     (folder / MODELING).write_text(modeling.replace("LAYERS = {\n", f"{layer}\n\nLAYERS = {{\n{entry}"))
+    used = "from dlr_pretrain.models.residual import entries\nfrom dlr_pretrain.train.parallel import norm_of\n"
+    evaluates, loop = "record |= self.evaluator(self.update.model)\n", (folder / LOOP).read_text()
+    assert loop.count(evaluates) == 1
+    loop = loop.replace(evaluates, evaluates + metric).replace(
+        "from dlr_pretrain.config", f"{used}from dlr_pretrain.config"
+    )
+    (folder / LOOP).write_text(loop)
     (folder / EXPORT).write_text(re.sub(r"(EXPORTED = {.*\n)", rf"\1{knobs}", export))
     return folder
 
@@ -56,7 +65,8 @@ def test_what_the_page_adds_trains_resumes_and_is_exported(of, extended, corpus)
     for more, code in (["train.stop_after=3"], 75), ([], 0):
         done = subprocess.run([*command, *more], cwd=extended, env=environment, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
-    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 7))
+    records = list(read_metrics(run / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, 7)) and records[-1]["weights/b_norm"] > 0
     settings = json.loads((run / "folded" / "config.json").read_text())
     assert settings["num_hidden_layers"] == 2 and settings["backbone"] == ("gelu" if of == "gelu" else "cola")
     # in a process of its own: where our class is registered already, transformers takes that one

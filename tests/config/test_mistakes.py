@@ -62,10 +62,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "optimizer=loro train.lr_decay=linear": ["train.lr_decay=linear: would be ignored: optimizer.schedule=loro"],
     "optimizer=galore backbone=full optimizer.rank=129": ["optimizer.rank=129", "between 1 and", "128"],
     "dlr=init_offset dlr.train_b=false": ["dlr=init_offset: mode=offset and train_b=false exclude each other"],
-    "dlr=no_b dlr.learn_alpha=true dlr.impl=branch": [
-        "dlr=no_b: learn_alpha=true and train_b=false exclude each other"
-    ],
-    "dlr=on dlr.learn_alpha=true": ["dlr.learn_alpha=true: alpha is learned in the branch", "Use dlr.impl=branch"],
+    "dlr=no_b dlr.learn_alpha=true": ["dlr=no_b: learn_alpha=true and train_b=false exclude each other"],
     "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
     "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
     "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
@@ -141,7 +138,7 @@ def test_nearest_key():
     assert {name: nearest(name, KNOWN) for name in near} == near
 
 
-def test_what_users_of_other_trainers_type_leads_to_keys_that_there_are():
+def test_what_users_of_other_trainers_type_leads_to_our_keys():
     assert {meant for meant in synonyms().values() if " " not in meant} <= KNOWN | {"cuda"}
     assert not set(synonyms()) & KNOWN
     assert len(synonyms()) > 70

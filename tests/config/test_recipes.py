@@ -149,7 +149,7 @@ ABLATIONS = [  # what each line changes of its control, beside the name of the o
     {"dlr.mode": "offset"},
     {"dlr.grouping": "random"},
     {"dlr.train_b": False},
-    {"dlr.learn_alpha": True, "dlr.impl": "branch"} | MASTERS,
+    {"dlr.learn_alpha": True} | MASTERS,
 ]
 
 

@@ -11,6 +11,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.deploy.export import export
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.llama import Llama
 
 HIDDEN, WIDE, HEADS, LAYERS, RANK = 32, 83, 4, 3, 8
@@ -42,17 +43,19 @@ def trained(cfg: Config, rows: int, seed: int = 0) -> Llama:
     """A model whose norms are not one and whose logits are not tiny, as after training."""
     generator = torch.Generator().manual_seed(seed)
     model = Llama(cfg, rows)
-    for p in model.parameters():
-        drawn = torch.randn(p.shape, generator=generator) * 0.2
-        p.data.copy_(drawn if p.ndim > 1 else 0.5 + drawn.abs())
-    for name, buffer in model.named_buffers():
-        channels = torch.randperm(WIDE if "down_proj" in name else HIDDEN, generator=generator)[: len(buffer)]
-        buffer.copy_(channels.sort().values)
+    for name, tensor in split(model, model.state_dict()).items():
+        if tensor.is_floating_point():
+            drawn = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.copy_(drawn if tensor.ndim > 1 else 0.5 + drawn.abs())
+        else:
+            channels = torch.randperm(WIDE if "down_proj" in name else HIDDEN, generator=generator)[: len(tensor)]
+            tensor.copy_(channels.sort().values)
     return model
 
 
 def exported(folder: Path, spiece: Path, cfg: Config, rows: int = 100, seed: int = 0) -> Path:
-    export(folder, cfg, trained(cfg, rows, seed).state_dict(), spiece, {"step": 1})
+    model = trained(cfg, rows, seed)
+    export(folder, cfg, split(model, model.state_dict()), spiece, {"step": 1})
     return folder
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pandas as pd
 import pytest
 import torch
 import yaml
 
 from dlr_pretrain.models import build
+from dlr_pretrain.models.adapter import split
 from tests.conftest import main_of, script
 from tests.parity.reference import CPU, VOCAB, r_transposed, small
 
@@ -18,23 +22,33 @@ PATHS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
 @pytest.mark.parametrize("backbone", ["lowrank", "cola_lax"])
 def test_both_paths_are_their_definition(backbone, separated):
     """u and v are how the mean loss changes with z where only B, or only the residual, passes the change on."""
-    model = build(small(backbone, "dlr=on", "dlr.impl=branch"), VOCAB, CPU).double()
+    cfg = small(backbone, "dlr=on")
+    model = build(cfg, VOCAB, CPU).double()
     ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
     targets[:, 9:] = -100
     documents = (torch.tensor([0] * 5 + [1] * 7).expand(3, 12),) if separated else ()
     inputs = [(ids[:2], targets[:2], *(d[:2] for d in documents)), (ids[2:], targets[2:], *(d[2:] for d in documents))]
-    found = script("gradient_paths").measure(model, list(PATHS), inputs)
+    found = script("gradient_paths").measure(copy.deepcopy(model), cfg.dlr, None, list(PATHS), inputs)
+    matrices = {}
+    for full, weight in split(model, {name: p.data for name, p in model.named_parameters()}).items():
+        if full.endswith(".b.weight"):  # the model multiplies by the sum
+            residual = r_transposed(*weight.shape).double() / math.ceil(weight.shape[0] / weight.shape[1]) ** 0.5
+            matrices[full] = weight.clone(), residual
+            weight += residual
     for name in PATHS:
-        linear, ways = model.get_submodule(f"model.layers.{name}.b"), []
-        b, residual = linear.weight.detach(), linear.residual.beta * r_transposed(*linear.weight.shape).double()
+        b, residual = matrices[f"model.layers.{name}.b.weight"]
+        at, _, projection = name.rpartition(".")
+        layer = model.get_submodule(f"model.layers.{at}.{'qkv' if projection == 'q_proj' else 'gate_up'}")
+        number, expand, ways = layer.spec.names.index(projection), layer.expand, []
 
-        def by_two_ways(_, given, y, b=b, residual=residual, ways=ways):
-            ways += (given[0].detach().clone().requires_grad_() for _ in range(2))
-            return ways[0] @ b.T + ways[1] @ residual.T
+        def by_two_ways(z, b=b, residual=residual, layer=layer, number=number, expand=expand, ways=ways):
+            ways += (z[..., number, :].detach().clone().requires_grad_() for _ in range(2))
+            y = torch.nn.functional.pad(ways[0] @ b.T + ways[1] @ residual.T, (0, layer.spec.pad_out - len(b)))
+            return tuple(y if i == number else other for i, other in enumerate(expand(z)))
 
-        hook = linear.register_forward_hook(by_two_ways)
+        layer.expand = by_two_ways
         u, v = torch.autograd.grad(model(ids, targets, *documents) / 27, ways)
-        hook.remove()
+        layer.expand = expand
         counts = targets != -100
         if "q_proj" in name:
             counts[:, [0, 5] if separated else [0]] = False
@@ -46,7 +60,7 @@ def test_both_paths_are_their_definition(backbone, separated):
         assert found[name] == pytest.approx({key: value.item() for key, value in expected.items()}, rel=1e-9), name
 
 
-def test_a_run_is_measured_at_its_checkpoints_and_one_without_dlr_refused(train, tmp_path, no_export, capsys):
+def test_a_run_is_measured_at_its_checkpoints(train, tmp_path, no_export, capsys):
     run = train(tmp_path / "run", "backbone=cola", "dlr=on", "train.steps=10", "precision=bf16")
     for which, steps in (("last", [10] * 3), ("all", [5, 10] * 3)):
         assert main_of("gradient_paths", run, "--checkpoints", which, "--sequences", 4) == 0

@@ -28,11 +28,10 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # nor of
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
-from dlr_pretrain.models import build
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import new_model
 from dlr_pretrain.train.update import random_batch, trial
-from dlr_pretrain.util.tensors import STATE_DTYPE
 
 TIMED = 10  # further updates, for host_ms
 STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes
@@ -75,7 +74,7 @@ def main(words: list[str]) -> dict:
         ranks.use_device()
         warm_up_products(ranks.device)
         workspaces = torch.cuda.memory_allocated()
-        model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize=False)
+        model = new_model(cfg, ranks, vocab_size, initialize=False)
         update, pending = trial(cfg, ranks, vocab_size, model), Pending(ranks.device)
         update.warm_up()
         batch, graphs = random_batch(cfg, ranks, vocab_size), []

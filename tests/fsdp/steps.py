@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,13 +12,11 @@ from torch import Tensor
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
-from dlr_pretrain.models import build
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import Update
-from dlr_pretrain.train.weights import place
+from dlr_pretrain.train.state import folded, saved_tensors
+from dlr_pretrain.train.update import Update, trial
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
 
@@ -40,13 +38,6 @@ def config(*words: str) -> Config:
     return load([*(word for name, word in default.items() if name not in given), *words], 2)
 
 
-def made(cfg: Config, ranks: Ranks, plain: bool = False) -> Update:
-    """The updates of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
-    built = replace(cfg, parallel=replace(cfg.parallel, name="fsdp")) if plain else cfg
-    model = build(built, VOCAB, ranks.device, STATE_DTYPE[cfg.precision.name])
-    return Update(cfg, ranks, place(cfg, ranks, model))
-
-
 def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
     """This rank's part of the run's batches."""
     share = cfg.train.global_batch // ranks.world_size
@@ -56,9 +47,10 @@ def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
 
 
 def whole_state(updates: Update) -> dict[str, Tensor]:
-    """Copies of weights (or masters) and optimizer state, whole."""
-    tensors = updates.weights.state | updates.optimizer.state_tensors()
-    return {name: sharded.gathered(value).clone() for name, value in tensors.items()}
+    """Copies of the tensors of a checkpoint, whole."""
+    with updates.optimizer.taken_out() as values:
+        tensors = saved_tensors(updates.model, values) | updates.optimizer.state_tensors()
+        return {name: sharded.gathered(value).clone() for name, value in tensors.items()}
 
 
 def on_two_ranks(act: Callable[[Ranks], object]) -> None:
@@ -69,16 +61,17 @@ def on_two_ranks(act: Callable[[Ranks], object]) -> None:
     on_ranks(with_ranks, 2)
 
 
-def run(ranks: Ranks, *words: str, plain: bool = False) -> Outcome:
+def run(ranks: Ranks, *words: str) -> Outcome:
     """The steps of ``config(*words)`` on this rank."""
     cfg = config(*words)
-    updates, losses, norms = made(cfg, ranks, plain), [], []
+    updates, losses, norms = trial(cfg, ranks, VOCAB), [], []
     for index, batch in enumerate(own_batches(cfg, ranks)):
         loss, norm, *_ = (value.item() for value in updates(batch, index, rate(cfg, index)))
         losses.append(loss), norms.append(norm)
         if merge_due(cfg, index + 1):
             updates.merge(index + 1)
-    return Outcome(losses, norms, whole_state(updates), updates.weights.folded(keep=True))
+    exported = folded(cfg, updates.model, updates.optimizer, keep=True)
+    return Outcome(losses, norms, whole_state(updates), exported)
 
 
 def assert_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

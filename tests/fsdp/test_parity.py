@@ -8,19 +8,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
 from dlr_pretrain.analysis.memory import memory
-from dlr_pretrain.models import active, attach_dlr
-from dlr_pretrain.models.residual import residuals
+from dlr_pretrain.analysis.plan import disk_bytes
+from dlr_pretrain.models import attach_dlr
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.update import trial
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import ALPHA
 from tests.conftest import on_ranks
-from tests.fsdp.steps import VOCAB, assert_bits, config, made, on_two_ranks, own_batches, run, whole_state
+from tests.fsdp.steps import VOCAB, assert_bits, config, on_two_ranks, own_batches, run, whole_state
 from tests.parity.reference import r_transposed
 
 # What is added up in another order, or by another part of a kernel (the fused optimizer's body and tail round
 # differently, and rows move between them), is left out where bits are compared: then nothing else may differ.
 EXACT = ("train.clip=null", "train.micro_batch=4", "train.steps=6", "optimizer=adamw_foreach")
+BOTH = ("ddp", "fsdp")
 full = pytest.mark.full
 
 
@@ -34,16 +36,12 @@ def named(words) -> str:
     pytest.param(("backbone=relora", "backbone.merge_every=4", "backbone.restart_warmup=2"), "bf16", marks=full),
     pytest.param(("backbone=lost", "dlr=on", "dlr.grouping=random"), "bf16_mixed", marks=full),
     pytest.param(("backbone=cola_lax", "dlr=on", "train.activation_checkpointing=block"), "bf16_mixed", marks=full),
-    pytest.param(("backbone=lowrank", "dlr=on", "dlr.impl=branch", "dlr.train_b=false"), "bf16_mixed", marks=full),
+    pytest.param(("backbone=lowrank", "dlr=no_b"), "bf16_mixed", marks=full),
 ], ids=named)  # fmt: skip
 def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
-    """Of a replicated model whose layers are called one by one, as those of a sharded one are."""
-
     def act(ranks):
         exact = EXACT[:3] if precision == "bf16_sr" else EXACT  # adamw_foreach does not round so
-        words = (*exact, *choice, f"precision={precision}")
-        replicas = run(ranks, *words, plain=True)
-        sharded = run(ranks, *words, "parallel=fsdp")
+        replicas, sharded = (run(ranks, *exact, *choice, f"precision={precision}", f"parallel={p}") for p in BOTH)
         assert sharded.losses == replicas.losses
         assert sharded.norms == pytest.approx(replicas.norms, rel=1e-6)
         assert_bits(sharded.state, replicas.state)
@@ -56,11 +54,11 @@ def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
     ("backbone=lowrank", "dlr=learnable_alpha"),
     pytest.param(("backbone=lax", "dlr=on"), marks=full),
 ], ids=named)  # fmt: skip
-def test_shards_train_as_the_grouped_layers_of_replicas_do(choice):
+def test_shards_train_as_replicas_do_by_default(choice):
     """With the default optimizer, clipping and micro-batches, to the rounding of fp32, over 12 steps."""
 
     def act(ranks):
-        replicas, sharded = (run(ranks, *choice, "train.steps=12", f"parallel={p}") for p in ("ddp", "fsdp"))
+        replicas, sharded = (run(ranks, *choice, "train.steps=12", f"parallel={p}") for p in BOTH)
         assert sharded.losses == pytest.approx(replicas.losses, rel=3e-6)
         assert sharded.norms == pytest.approx(replicas.norms, rel=1e-4)
         assert sharded.losses[-1] < sharded.losses[0] - 0.02
@@ -74,8 +72,8 @@ def test_one_rank_without_torchrun_is_sharded_too():
     def act():
         words = ("backbone=cola", "dlr=on", "precision=bf16_mixed")
         with Ranks(config(*words, "parallel=fsdp")) as ranks:
-            updates = made(config(*words, "parallel=fsdp"), ranks)
-            assert all(map(sharded.is_sharded, updates.weights.optimized.values()))
+            updates = trial(config(*words, "parallel=fsdp"), ranks, VOCAB)
+            assert all(map(sharded.is_sharded, updates.optimizer.optimized.values()))
             shards, whole = (run(ranks, *words, f"parallel={p}").losses for p in ("fsdp", "ddp"))
             assert shards == pytest.approx(whole, rel=2e-3)
         assert not dist.is_initialized()
@@ -83,56 +81,59 @@ def test_one_rank_without_torchrun_is_sharded_too():
     on_ranks(act, 1)
 
 
-def test_a_plan_counts_what_rank_0_holds():
-    """Rows of every parameter, gradient and moment, to the byte, where rows are odd."""
+@pytest.mark.parametrize("parallel", BOTH)
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+def test_a_plan_counts_what_rank_0_holds(parallel, precision):
+    """Every parameter, gradient and moment, to the byte, where rows are odd."""
 
     def act(ranks):
-        words = ("backbone=cola", "dlr=learnable_alpha", "precision=bf16")
-        cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null", "parallel=fsdp")
-        updates = made(cfg, ranks)
-        held, clear = {}, updates.gradients.clear
+        words = ("backbone=cola", "dlr=learnable_alpha", f"precision={precision}", f"parallel={parallel}")
+        cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null")
+        updates = trial(cfg, ranks, VOCAB)
+        optimizer, held = updates.optimizer, {}
+        assert not sharded.is_sharded(optimizer.values[ALPHA])
 
         def bytes_of(tensors) -> int:
-            return sum(sharded.local_rows(tensor).nbytes for tensor in tensors)
+            storages = (sharded.local_rows(tensor).untyped_storage() for tensor in tensors if tensor is not None)
+            return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
         def counted():
-            held["gradients"] = bytes_of(p.grad for p in updates.weights.optimized.values())
-            clear()
+            held["gradients"] = bytes_of(p.grad for p in (*updates.model.parameters(), *optimizer.optimized.values()))
 
-        updates.gradients.clear = counted
+        optimizer.clear = counted
         updates(own_batches(cfg, ranks)[0], 0, 1e-3)
+        checkpoint = sum(tensor.nbytes for tensor in whole_state(updates).values())
         if ranks.rank == 0:
-            planned = memory(cfg, VOCAB, 2)
-            indices = sum(
-                up.residual.rows.nbytes + up.residual.columns.nbytes for _, up in residuals(updates.weights.model)
-            )
-            assert planned.weights == bytes_of(updates.weights.state.values()) + indices
-            assert planned.optimizer_state == bytes_of(updates.optimizer.state_tensors().values())
+            assert disk_bytes(cfg, VOCAB)["checkpoint"] == checkpoint
+            planned, residuals = memory(cfg, VOCAB, 2), optimizer.residuals
+            weights = bytes_of([*optimizer.working.values(), *optimizer.values.values()])  # alphas are values, too
+            assert planned.weights + planned.masters == weights + residuals.nbytes() - residuals.alpha.nbytes
+            assert planned.optimizer_state == bytes_of(optimizer.state_tensors().values())
             assert planned.gradients == held["gradients"]
 
     on_two_ranks(act)
 
 
-def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
+def test_an_update_not_finite_on_one_rank_changes_nothing():
     def act(ranks):
         cfg = config("backbone=cola", "dlr=on", "parallel=fsdp", "train.on_nonfinite=skip")
-        updates = made(cfg, ranks)
+        updates = trial(cfg, ranks, VOCAB)
         first, second, third, *_ = own_batches(cfg, ranks)
         updates(first, 0, 1e-3)
 
-        before, collect = whole_state(updates), updates.gradients.collect
+        before, collect = whole_state(updates), updates.optimizer.collect
 
         def poisoned():
             gradients = collect()
             if ranks.rank == 1:
-                gradients[3].view(-1)[0] = torch.inf
+                sharded.local_rows(gradients[3]).view(-1)[0] = torch.inf
             return gradients
 
-        updates.gradients.collect = poisoned
+        updates.optimizer.collect = poisoned
         found = updates(second, 1, 1e-3)
         assert found.skipped == 1 and not found.norm.isfinite() and found.loss.item() == pytest.approx(3.7, abs=0.3)
         assert_bits(whole_state(updates), before)
-        updates.gradients.collect = collect
+        updates.optimizer.collect = collect
         assert updates(third, 2, 1e-3).skipped == 0
         assert not torch.equal(whole_state(updates)["lm_head.weight"], before["lm_head.weight"])
 
@@ -152,9 +153,9 @@ def test_dlr_is_a_library_for_anybodys_sharded_module(d_out, rank):
         fully_shard(module)
         beta = 0.7 / (-(-d_out // rank)) ** 0.5
         z = torch.eye(rank, dtype=torch.float64)
-        with active(module):
-            torch.testing.assert_close(module(z).T.detach(), b + beta * r_transposed(d_out, rank).double())
-            module.reshard()
-        torch.testing.assert_close(sharded.gathered(module.weight), b, rtol=0, atol=0)
+        torch.testing.assert_close(module(z).T.detach(), b + beta * r_transposed(d_out, rank).double())
+        module.reshard()
+        stored = module.parametrizations.weight.original
+        torch.testing.assert_close(sharded.gathered(stored), b, rtol=0, atol=0)
 
     on_ranks(act, 3)

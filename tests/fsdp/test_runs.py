@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
-import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
 from dlr_pretrain.util.errors import Stopped
 from tests.conftest import forked, saved
 from tests.fsdp.steps import assert_bits

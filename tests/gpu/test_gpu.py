@@ -15,13 +15,16 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
-from dlr_pretrain.models import active, build, fold_
+from dlr_pretrain.models import build
 from dlr_pretrain.models.llama import attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
+from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop, trial_loop
-from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.parallel import clear_gradients
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import new_optimizer
+from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.golden.regenerate import VOCAB, batches
 from tests.parity.test_optim import assert_same_bits
 
@@ -41,14 +44,13 @@ def config(*overrides: str):
 
 @pytest.fixture
 def trainer(tmp_path_factory):
-    """Makes a ``Loop`` on the GPU without data room; checkpoints and ``metrics.jsonl`` go to a scratch folder."""
+    """Makes a ``Loop`` on the GPU without data room; checkpoints go to a scratch folder."""
     with ExitStack() as opened:
 
         def make(*overrides: str) -> Loop:
             cfg, folder = config(*overrides), tmp_path_factory.mktemp("run")
             ranks = opened.enter_context(Ranks(cfg))
-            metrics = opened.enter_context(MetricsFile(folder / "metrics.jsonl"))
-            return trial_loop(cfg, ranks, VOCAB, folder, metrics)
+            return trial_loop(cfg, ranks, VOCAB, folder)
 
         yield make
 
@@ -63,12 +65,13 @@ def gradients(trainer: Loop, peaks: list[int] | None = None) -> tuple[float, tor
     before = torch.cuda.memory_allocated()  # trainers before this one may still be there
     torch.cuda.reset_peak_memory_stats()
     ids, targets = inputs_and_targets(*map(trainer.ranks.to_device, (batch.tokens, batch.lengths)))
-    with trainer.weights.with_residual():
-        loss = trainer.update.gradients.add((ids, targets), (targets >= 0).sum(), last=True)
+    update = trainer.update
+    loss = update.forward_backward([(ids, targets)], (targets >= 0).sum())
     if peaks is not None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    found = torch.cat([g.flatten().double() for g in trainer.update.gradients.collect()])
-    trainer.update.gradients.clear()
+    found = torch.cat([g.flatten().double() for g in update.optimizer.collect()])
+    update.optimizer.clear()
+    clear_gradients(update.module, update.parameters)
     return loss.item(), found
 
 
@@ -92,7 +95,7 @@ def test_the_compiled_step_equals_the_eager_one(trainer, backbone, precision, lo
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("backbone", ["cola", "lost", "cola_lax"])
-def test_latents_alone_are_kept_and_give_the_same_gradients(trainer, backbone, compiled):
+def test_kept_latents_give_the_same_gradients(trainer, backbone, compiled):
     """In less memory: at 8 x 128 positions of the 60m shape the activations are some hundred megabytes."""
     found, peaks = {}, {"none": [], "latent": [], "block": []}
     for kept in peaks:
@@ -120,7 +123,7 @@ def test_every_optimizer_trains(trainer, words, precision):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_the_count_of_targets_divides_a_gradient_as_it_is_and_not_as_bf16_has_it():
+def test_the_count_of_targets_is_not_rounded_to_bf16():
     """The reciprocal of this count would be off by 0.3 %."""
     x = torch.randn(512, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     weight, targets = torch.randn_like(x[:100]).detach(), torch.randint(100, (512,), device=DEVICE)
@@ -170,7 +173,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     assert found.skipped == found.ends == found.stops == 0
 
 
-def test_gradients_between_masked_documents_are_finite_at_every_length(trainer):
+def test_gradients_of_masked_documents_are_finite(trainer):
     """At 64 positions beyond a multiple of 128, with scores near -120, cuDNN's attention gives NaN: pytorch #196678."""
     length, width = 192, 64
     trainer("data.mask_documents=true", "eval.packing=packed", f"train.seq_len={length}")
@@ -184,59 +187,64 @@ def test_gradients_between_masked_documents_are_finite_at_every_length(trainer):
     assert all(given.grad.isfinite().all() for given in (q, k, v))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merging_is_undone_bit_for_bit_and_folds_as_on_the_cpu(dtype):
-    on_gpu = build(config(), VOCAB, DEVICE, dtype)
-    on_cpu = build(config(), VOCAB, torch.device("cpu"), dtype)
-    before = {name: p.detach().clone() for name, p in on_gpu.named_parameters()}
-    assert all(torch.equal(p.cpu(), dict(on_cpu.named_parameters())[name]) for name, p in before.items())
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
+def test_a_residual_goes_out_and_in_bit_for_bit(precision, compiled):
+    """W and B are those of a CPU."""
+    cfg = config(f"precision={precision}", f"compile={compiled}")
+    models = [build(cfg, VOCAB, torch.device(device), STATE_DTYPE[precision]) for device in ("cuda", "cpu")]
+    start = {name: p.detach().clone() for name, p in models[1].named_parameters()}
+    on_gpu, on_cpu = (new_optimizer(cfg, model) for model in models)
     for _ in range(2):
-        with active(on_gpu):
-            merged = {name: p.detach().clone() for name, p in on_gpu.named_parameters()}
-        assert all(torch.equal(p, before[name]) for name, p in on_gpu.named_parameters())
-    changed = {name for name in before if not torch.equal(before[name], merged[name])}
-    assert changed == {name for name in before if name.endswith(".b.weight")}
-    assert fold_(on_gpu) == fold_(on_cpu) == 7 * 8
-    for (name, p), q in zip(on_gpu.named_parameters(), on_cpu.parameters(), strict=True):
-        assert torch.equal(p, merged[name]) and torch.equal(p.cpu(), q), name
+        w = {name: p.cpu() for name, p in on_gpu.working.items()}
+        changed = {name for name in w if not torch.equal(w[name], start[name].to(w[name].dtype))}
+        assert changed == {name for name in w if name.endswith(".b")}
+        assert all(torch.equal(w[name], p) for name, p in on_cpu.working.items())
+        with on_gpu.taken_out() as values:
+            assert all(torch.equal(values[name].cpu(), b) for name, b in start.items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
-def test_a_checkpoint_restores_parameters_and_optimizer_bit_for_bit(trainer, tmp_path, precision):
+def test_a_checkpoint_restores_the_state_bit_for_bit(trainer, tmp_path, precision):
     """Through the file and back; then equal gradients make equal updates (a backward pass itself may not repeat)."""
     one, two = trainer(f"precision={precision}"), trainer(f"precision={precision}", "seed=7")
     for index, batch in enumerate(steps(3)):
         one.update(batch, index, 1e-3)
-    one.step = 3
+    one.state.step = 3
     one.save()
     one.update(next(iter(steps(1))), 3, 1e-3)  # what the thread writes is a copy
     one.saver.wait()
     for trained in (one, two):
         trained.resume(checkpoint.load(one.saver.root / "step_00000003"))
+    optimizers = [trained.update.optimizer for trained in (one, two)]
 
-    def assert_equal() -> None:
-        assert_same_bits(*(x.weights.state | x.optimizer.state_tensors() for x in (one, two)))
+    def everything(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        working = {f"working {name}": p.detach().clone() for name, p in optimizer.working.items()}
+        with optimizer.taken_out() as values:
+            values = {name: value.detach().clone() for name, value in values.items()}
+        return working | values | optimizer.state_tensors()
 
-    assert_equal()
+    assert_same_bits(*map(everything, optimizers))
     for k in range(2):
-        for p, q in zip(one.weights.optimized.values(), two.weights.optimized.values(), strict=True):
+        for p, q in zip(*(optimizer.working.values() for optimizer in optimizers), strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-        for x in (one, two):
-            x.optimizer.update(1e-3, skip=torch.zeros((), device=DEVICE), index=k)
-        assert_equal()
+        for optimizer in optimizers:
+            optimizer.collect()
+            optimizer.update(1e-3, skip=torch.zeros((), device=DEVICE), index=k)
+        assert_same_bits(*map(everything, optimizers))
 
 
-def test_a_run_reports_every_step_in_order_at_most_one_late_with_memory_and_throughput(trainer):
+def test_a_run_reports_every_step_at_most_one_late(trainer):
     records, seen = [], []
     a = trainer("precision=bf16", "train.steps=20")
-    a.metrics.write = lambda record: (seen.append((record["step"], a.step)), records.append(record))
+    a.sinks = [lambda record: (seen.append((record["step"], a.state.step)), records.append(record))]
     torch.cuda.reset_peak_memory_stats()
     twenty = iter(steps(20))
     a.fit(SimpleNamespace(take=lambda *_: next(twenty)))
     assert [step for step, _ in seen] == list(range(1, 21))
     assert all(0 <= at - step <= 1 for step, at in seen) and any(at > step for step, at in seen)
-    state = sum(p.numel() * p.element_size() for p in a.weights.state.values()) / 1e9
+    state = sum(p.nbytes for p in a.update.parameters) / 1e9
     assert 3 * state < records[-1]["perf/max_memory_gb"] == torch.cuda.max_memory_allocated() / 1e9
     assert records[9]["perf/tokens_per_second"] is None and records[-1]["perf/tokens_per_second"] > 0
     assert (records[-1]["perf/mfu"] is None) == (a.meter.peak is None)

@@ -34,7 +34,7 @@ def steps(folder: Path) -> list[int]:
     pytest.param("SIGSTOP", SEEN.removeprefix("RankLost: ") + AWAY, r"no step for \d+ s", marks=pytest.mark.full),
     pytest.param("SIGKILL", SEEN + AWAY, ".+", marks=pytest.mark.full),
 ], ids=["sleeps", "is suspended", "dies"])  # fmt: skip
-def test_a_rank_that_does_not_go_on_is_named_and_the_next_start_continues(words, tmp_path, monkeypatch, how, seen, why):
+def test_a_rank_that_stands_still_is_named(words, tmp_path, monkeypatch, how, seen, why):
     """Rank 1 stands still, with or without its thread, or dies, instead of taking the batch of step 8."""
     folder, real, batches = tmp_path / "run", Guard.next_batch, itertools.count(1)
 

@@ -54,7 +54,7 @@ def launch_workers(folder, code: int = EXIT_STOPPED) -> subprocess.Popen:
     *(pytest.param(n, EXIT_STOPPED, False, marks=pytest.mark.full) for n in (signal.SIGTERM, signal.SIGHUP)),
     pytest.param(signal.SIGUSR1, EXIT_FAILED, True, marks=pytest.mark.full),  # to the very end
 ])  # fmt: skip
-def test_a_signal_goes_on_to_all_workers_and_their_code_comes_out(tmp_path, number, code, repeated):
+def test_a_signal_reaches_all_workers_and_their_code_comes_out(tmp_path, number, code, repeated):
     process = launch_workers(tmp_path, code)
     process.send_signal(number)
     while repeated and process.poll() is None:
@@ -67,7 +67,7 @@ def test_a_signal_goes_on_to_all_workers_and_their_code_comes_out(tmp_path, numb
 
 
 @pytest.mark.full
-def test_a_killed_worker_gives_the_code_of_its_signal_and_the_others_end(tmp_path):
+def test_a_killed_worker_gives_the_code_of_its_signal(tmp_path):
     process = launch_workers(tmp_path)
     workers = children(process)
     os.kill(workers[1], signal.SIGKILL)
@@ -101,7 +101,7 @@ sys.exit(launch.main())
 
 
 @pytest.mark.full
-def test_it_ends_with_its_workers_where_torchrun_waits_for_a_node_that_is_gone():
+def test_it_ends_with_its_workers_if_another_node_is_gone():
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
     assert done.returncode == EXIT_LOST, done.stderr
     assert "torchrun has not ended" in done.stderr

@@ -16,9 +16,12 @@ from torch.utils._pytree import tree_leaves
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models.adapter import split
+from dlr_pretrain.util.tensors import ALPHA
 
 VOCAB = 50
 CPU = torch.device("cpu")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as alphas are numbered
 
 State = dict[str, Tensor]
 Project = Callable[[str, Tensor], Tensor]  # (full name of a projection, its input) -> its output
@@ -96,7 +99,9 @@ def up(cfg: Config, state: State, name: str) -> Tensor:
     b, dlr = state[f"{name}.b.weight"], cfg.dlr
     if not dlr.enabled or dlr.mode == "offset":  # which is in B from the start
         return b
-    alpha = state.get(f"{name}.b.dlr_alpha", dlr.alpha)
+    _, _, block, _, projection = name.split(".")
+    number = len(PROJECTIONS) * int(block) + PROJECTIONS.index(projection)
+    alpha = state[ALPHA][number] if dlr.learn_alpha else dlr.alpha
     root = math.sqrt(math.ceil(b.shape[0] / b.shape[1])) if dlr.variance_correction else 1
     return b + alpha / root * r_transposed(*b.shape, dlr.grouping, name, dlr.grouping_seed).to(b)
 
@@ -215,14 +220,14 @@ def with_checkpointing(cfg: Config, mode: str) -> Config:
     return replace(cfg, train=replace(cfg.train, activation_checkpointing=mode))
 
 
+@torch.no_grad()
 def disturbed(cfg: Config, dtype: torch.dtype = torch.float64) -> Llama:
-    """The model of ``cfg``, with noise on what starts constant (norms, biases, a B of zeros, learned scalars): the
-    start would hide a term. The embedding has unit scale: at 0.02 the first norm multiplies rounding errors by 50.
+    """The model of ``cfg``, with noise on what starts constant (norms, biases, a B of zeros): the start would hide a
+    term. The embedding has unit scale: at 0.02 the first norm multiplies rounding errors by 50.
     """
     model, generator = build(cfg, VOCAB, CPU, dtype), torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(50)
-        for p in model.parameters():
-            if p.requires_grad and (p == p.flatten()[0]).all():
-                p.add_(torch.randn(p.shape, generator=generator), alpha=0.3)
+    model.model.embed_tokens.weight.mul_(50)
+    for p in split(model, {name: p for name, p in model.named_parameters() if p.requires_grad}).values():
+        if (p == p.flatten()[0]).all():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.3)
     return model

@@ -1,27 +1,47 @@
-"""DLR in our models: which output receives which latent, folding, merging, ablations in runs."""
+"""DLR in our models: which output receives which latent, B and W around an update, folding, ablations in runs."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from dlr_pretrain.models import active, attach_dlr, build, fold_
-from dlr_pretrain.models.dlr import folded_state, residuals
-from dlr_pretrain.models.linear import require_shared_storage
-from dlr_pretrain.models.residual import MergedResiduals, Residual, columns_of
-from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.config import Config
+from dlr_pretrain.models import Llama, attach_dlr, build, fold_
+from dlr_pretrain.models.adapter import load_, split
+from dlr_pretrain.models.residual import Residuals, columns_of, divisor_of, entries
+from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import folded, new_optimizer
+from dlr_pretrain.train.update import random_batch, trial
 from dlr_pretrain.util.errors import Stopped
-from dlr_pretrain.util.tensors import STATE_DTYPE
+from dlr_pretrain.util.tensors import ALPHA, STATE_DTYPE
 from tests.conftest import saved
-from tests.parity.reference import CPU, VOCAB, Operations, r_transposed, small
+from tests.parity.reference import CPU, VOCAB, Operations, State, disturbed, r_transposed, small
+
+Q = "model.layers.0.self_attn.q_proj"
+PRECISIONS = ("fp32", "bf16", "bf16_mixed")
 
 
-def batch(seed: int = 0):
-    return torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(seed))
+def made(cfg: Config) -> tuple[Llama, State, Optimizer]:
+    """A model that holds W, its B by exported names, and its optimizer."""
+    model = build(cfg, VOCAB, CPU, STATE_DTYPE[cfg.precision.name])
+    b = {name: value.clone() for name, value in split(model, model.state_dict()).items()}
+    return model, b, new_optimizer(cfg, model)
+
+
+def working(model: Llama) -> State:
+    return split(model, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def logits(model: Llama) -> Tensor:
+    with torch.no_grad():
+        return model.logits(torch.arange(24).view(2, 12))
 
 
 @pytest.mark.parametrize(("d_out", "rank", "columns"), [
@@ -31,71 +51,166 @@ def batch(seed: int = 0):
     (3, 8, [0, 1, 2]),
 ])  # fmt: skip
 def test_each_output_receives_the_latent_of_its_group(d_out, rank, columns):
-    residual = Residual(d_out, rank, 1.5, True, "weight")
-    assert residual.columns.tolist() == columns
-    assert residual.beta == 1.5 / math.sqrt(math.ceil(d_out / rank))
-    z = torch.randn(3, rank, dtype=torch.float64)
-    assert torch.equal(residual.duplicate(z), z @ r_transposed(d_out, rank).double().T)
+    found = columns_of("contiguous", "weight", d_out, rank, 0)
+    assert found.tolist() == columns
+    assert torch.equal(nn.functional.one_hot(found, rank), r_transposed(d_out, rank))
+    assert divisor_of(d_out, rank, True) == math.sqrt(math.ceil(d_out / rank)) and divisor_of(d_out, rank, False) == 1
 
 
 def test_random_duplication_is_the_papers():
-    q = "model.layers.0.self_attn.q_proj"
-    hashed = int.from_bytes(hashlib.md5(q.encode()).digest()[:8], "little")
+    hashed = int.from_bytes(hashlib.md5(Q.encode()).digest()[:8], "little")
     assert [(seed ^ hashed) % (2**63 - 1) for seed in (0, 42)] == [3723340643983772940, 3723340643983772966]
     assert columns_of("random", "fc1", 12, 4, 42).tolist() == [1, 2, 3, 1, 2, 0, 0, 1, 0, 0, 3, 2]
-    drawn = {name: up.residual.columns for name, up in residuals(build(small("cola", "dlr=random"), VOCAB, CPU))}
-    assert torch.equal(drawn[f"{q}.b"], columns_of("random", q, 32, 8, 0))
+    cfg = small("cola", "dlr=random")
+    drawn = entries(build(cfg, VOCAB, CPU), cfg.dlr)["model.layers.0.self_attn.qkv.b"].columns[:32]
+    assert torch.equal(drawn, columns_of("random", Q, 32, 8, 0))
+
+
+def test_an_offset_starts_where_the_residual_starts():
+    with_residual, offset = (made(small("cola", f"dlr={dlr}"))[0] for dlr in ("on", "init_offset"))
+    assert all(map(torch.equal, with_residual.parameters(), offset.parameters()))
 
 
 # ----------------------------------------------------------------------------------------------------
-# Folding and merging
+# B and W
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_are_the_sum_rounded_once(precision):
+    cfg = small("cola", "dlr=on", f"precision={precision}")
+    model, b, optimizer = made(cfg)
+    with optimizer.taken_out():  # and put in again
+        pass
+    found = working(model)
+    whole = folded(cfg, model, optimizer, keep=True)
+    changed = 0
+    for name, value in b.items():
+        expected = value
+        if name.endswith(".b.weight"):
+            root = math.sqrt(math.ceil(value.shape[0] / value.shape[1]))
+            expected = value.float() + torch.tensor(1 / root) * r_transposed(*value.shape)
+            changed += 1
+        assert torch.equal(found[name], expected.to(found[name].dtype)), name
+        assert whole[name].dtype == value.dtype and torch.equal(whole[name], expected.to(value.dtype)), name
+    assert changed == 14
+
+
+@pytest.mark.parametrize("dlr", ["on", "learnable_alpha"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_update_sees_b_bit_for_bit(precision, dlr):
+    model, b, optimizer = made(small("cola", f"dlr={dlr}", f"precision={precision}"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):
+        with optimizer.taken_out() as values:
+            found = split(model, {name: value.clone() for name, value in values.items()})
+        assert found.keys() - b.keys() == ({ALPHA} if dlr == "learnable_alpha" else set())
+        assert all(torch.equal(found[name], value) for name, value in b.items())
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert not torch.equal(split(model, before)[f"{Q}.b.weight"].float(), b[f"{Q}.b.weight"].float())
 
 
 @pytest.mark.parametrize("variant", ["cola", "lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype, variant):
-    model = build(small(*variant.split(), "dlr=on"), VOCAB, CPU, dtype)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with active(model):
-        working = {name: p.detach().clone() for name, p in model.named_parameters()}
-        logits = model.logits(batch()[0])
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    expected = folded_state(model, before)
-    assert fold_(model) == 14
-    for name, p in model.named_parameters():
-        assert torch.equal(p, working[name]) and torch.equal(p, expected[name]), name
-    plain = build(small(*variant.split()), VOCAB, CPU, dtype)
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain.logits(batch()[0]), logits)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_folded_model_has_the_bits_of_training(precision, variant):
+    cfg = small(*variant.split(), "dlr=on", f"precision={precision}")
+    model, _, optimizer = made(cfg)
+    plain = build(small(*variant.split()), VOCAB, CPU, STATE_DTYPE[precision])
+    load_(plain, folded(cfg, model, optimizer, keep=True))
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert torch.equal(logits(plain), logits(model))
 
 
-def test_merging_masters_rounds_the_sum_once():
-    model = build(small("cola", "dlr=on"), VOCAB, CPU)
-    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.to(torch.bfloat16)
-    merger = MergedResiduals(model, masters)
-    for _ in range(2):  # merging again starts from the masters
-        merger.merge()
-    folded = folded_state(model, masters)
-    for name, p in model.named_parameters():
-        assert folded[name].dtype == torch.float32
-        assert torch.equal(folded[name].to(torch.bfloat16), p), name
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_merging_takes_as_many_kernels_for_any_depth(precision):
     def kernels(layers: int) -> int:
-        cfg = small("cola", "dlr=on", f"precision={precision}", layers=layers)
-        weights = Weights(build(cfg, VOCAB, CPU, STATE_DTYPE[precision]), precision)
-        require_shared_storage(weights.model)
-        with weights.with_residual():  # makes the indices
-            pass
+        _, _, optimizer = made(small("cola", "dlr=on", f"precision={precision}", layers=layers))
         seen = []
-        with Operations(lambda operation, _: seen.append(operation)), weights.with_residual():
+        with Operations(lambda operation, _: seen.append(operation)), optimizer.taken_out():
             pass
         return sum(not operation.is_view and operation is not torch.ops.prim.device.default for operation in seen)
 
     assert kernels(2) == kernels(5) <= 12
+
+
+@pytest.mark.full  # inductor
+@pytest.mark.parametrize("dlr", ["on", "learnable_alpha"])
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_put_in_has_the_bits_of_the_eager_one(dtype, with_masters, dlr):
+    """The GPU's path, here by the CPU's compiler."""
+    cfg = small("cola", f"dlr={dlr}")
+    eager = disturbed(cfg, dtype)
+    start, fused = ({name: p.detach().clone() for name, p in eager.named_parameters()}, copy.deepcopy(eager))
+
+    def residuals(model: Llama, compiled: bool) -> Residuals:
+        masters = {name: value.float() * 1.001 for name, value in start.items()}
+        return Residuals(model, cfg.dlr, masters if with_masters else dict(model.named_parameters()), compiled)
+
+    both = residuals(eager, False), residuals(fused, True)
+    for of in both:
+        of.put_in()
+    assert all(map(torch.equal, eager.parameters(), fused.parameters()))
+    assert not torch.equal(start["model.layers.0.mlp.down.b"], eager.get_parameter("model.layers.0.mlp.down.b"))
+    for of in both:
+        of.take_out()
+    if not with_masters:
+        assert all(torch.equal(start[name], p) for name, p in fused.named_parameters())
+
+
+# ----------------------------------------------------------------------------------------------------
+# The trainer and a plain loop
+
+
+class Plain(nn.Module):
+    """The tensors of an exported model, each B in a linear layer, to which ``attach_dlr`` adds the residual."""
+
+    def __init__(self, exported: State):
+        super().__init__()
+        self.others, self.ups = nn.ParameterDict(), nn.ModuleDict()
+        for name, value in exported.items():
+            key = name.replace(".", "/")
+            if name.endswith(".b.weight"):
+                self.ups[key] = nn.Linear(value.shape[1], value.shape[0], bias=False, dtype=value.dtype)
+                self.ups[key].weight.data.copy_(value)
+            else:
+                self.others[key] = nn.Parameter(value.clone())
+
+    def exported(self) -> State:
+        """What a forward pass multiplies by."""
+        weights = dict(self.others.items()) | {key: linear.weight for key, linear in self.ups.items()}
+        return {key.replace("/", "."): weight for key, weight in weights.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plain_loop_has_the_bits_of_the_trainer(precision):
+    """Of the trainer it takes the products alone, whose sums may be ordered as they like: 50 updates of every B."""
+    batch_of = ("train.global_batch=2", "train.micro_batch=2", "train.seq_len=8", "train.clip=null")
+    cfg = small("cola", "dlr=on", "compile=false", "device=cpu", f"precision={precision}", *batch_of)
+    products, start, _ = made(cfg)
+    plain, knobs = Plain(start), cfg.optimizer
+    assert len(attach_dlr(plain, match="ups.*")) == 14
+    betas = (knobs.beta1, knobs.beta2)
+    adamw = torch.optim.AdamW(plain.parameters(), 0.01, betas, knobs.eps, knobs.weight_decay, fused=True)
+    with Ranks(cfg) as ranks:
+        update, batch = trial(cfg, ranks, VOCAB), random_batch(cfg, ranks, VOCAB)
+        ids, targets = batch.tokens[:, :-1], batch.tokens[:, 1:].long()
+        for index in range(50):
+            update(batch, index, lr=0.01)
+            weights = plain.exported()
+            load_(products, {name: weight.detach() for name, weight in weights.items()})
+            (products(ids, targets) / torch.tensor(targets.numel())).backward()
+            gradients = split(products, {name: p.grad for name, p in products.named_parameters()})
+            torch.autograd.backward(list(weights.values()), [gradients[name] for name in weights])
+            adamw.step()
+            adamw.zero_grad(), products.zero_grad()
+    with update.optimizer.taken_out() as values:
+        b = {name: value.clone() for name, value in split(update.model, values).items()}
+    for key, linear in plain.ups.items():
+        name = key.replace("/", ".")
+        assert torch.equal(linear.parametrizations.weight.original, b[name]) and not torch.equal(b[name], start[name])
+    assert fold_(plain) == 14
+    found = working(update.model)
+    assert all(torch.equal(weight, found[name]) for name, weight in plain.exported().items())
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -114,7 +229,7 @@ def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *given, "train.stop_after=5")
     parts = load_file(train(tmp_path / "parts", *given) / "folded" / "model.safetensors")
-    assert whole.keys() == parts.keys() and not any("dlr_alpha" in name for name in whole)
+    assert whole.keys() == parts.keys() and ALPHA not in whole
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -127,47 +242,19 @@ def test_learned_scalars_are_not_decayed(train, tmp_path, precision):
     given = ("dlr=learnable_alpha", "backbone=cola", f"precision={precision}")
     folder = train(tmp_path / "run", *given, "train.steps=8", "train.lr=1e-3", "optimizer.weight_decay=100")
     state = saved(folder / "checkpoints" / "step_00000008")
-    scalars = {name: value for name, value in state.items() if value.dim() == 0 and "/" not in name}
-    assert len(scalars) == 14 and all(0 < abs(value.item() - 1) < 0.01 for value in scalars.values())
-    assert {value.dtype for value in scalars.values()} == {torch.float32}
+    alphas = state[ALPHA]
+    assert alphas.shape == (14,) and alphas.dtype == torch.float32
+    assert ((alphas != 1) & ((alphas - 1).abs() < 0.01)).all()
     folded = load_file(folder / "folded" / "model.safetensors")
-    assert len({value.dtype for value in folded.values()}) == 1 and not any("alpha" in name for name in folded)
+    assert len({value.dtype for value in folded.values()}) == 1 and ALPHA not in folded
     assert state["model.norm.weight"].max() < 0.7
 
 
-@pytest.mark.full  # inductor
-@pytest.mark.parametrize("with_masters", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_compiled_merge_has_the_bits_of_the_eager_one(dtype, with_masters):
-    """Of several storages, by one dynamic graph; the GPU's path, here by the CPU's compiler."""
-
-    def layers() -> torch.nn.Module:
-        torch.manual_seed(0)
-        made = torch.nn.Sequential(*(torch.nn.Linear(16, 16 * n + 3, dtype=dtype) for n in (2, 3, 5)))
-        attach_dlr(made, match="*")
-        return made
-
-    def merged(module: torch.nn.Module, compiled: bool) -> MergedResiduals:
-        masters = {name: p.detach().float() * 1.001 for name, p in module.named_parameters()}
-        return MergedResiduals(module, masters if with_masters else None, compiled)
-
-    eager, fused = layers(), layers()
-    before = [p.detach().clone() for p in fused.parameters()]
-    with merged(eager, False).active(), merged(fused, True).active():
-        pairs = list(zip(eager.parameters(), fused.parameters(), strict=True))
-        assert all(torch.equal(a, b) for a, b in pairs) and not torch.equal(before[0], pairs[0][1])
-    if not with_masters:
-        assert all(torch.equal(a, b) for a, b in zip(before, fused.parameters(), strict=True))
-
-
-def test_under_masters_a_learned_alpha_acts_as_it_is_and_not_as_bf16_has_it():
-    cfg = small("cola", "dlr=learnable_alpha", "precision=bf16_mixed")
-    weights = Weights(build(cfg, VOCAB, CPU), "bf16_mixed")
-    outputs = []
-    for change in (0.0, 0.001):  # bf16 has nothing between 1 and 1.008
-        for name in weights.optimized:
-            if name.endswith("alpha"):
-                weights.optimized[name].data.fill_(1 + change)
-        with weights.with_residual(), torch.no_grad():
-            outputs.append(weights.model.logits(batch()[0]))
-    assert not torch.equal(*outputs)
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+def test_a_learned_alpha_acts_in_fp32(precision):
+    model, _, optimizer = made(small("cola", "dlr=learnable_alpha", f"precision={precision}"))
+    outputs = [logits(model)]
+    with optimizer.taken_out() as values:
+        assert values[ALPHA].dtype == torch.float32
+        values[ALPHA] += 0.001  # bf16 has nothing between 1 and 1.008
+    assert not torch.equal(logits(model), *outputs)

@@ -15,7 +15,7 @@ from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models.llama import attention, attention_bias
 
 
-def test_what_follows_the_end_of_a_document_is_no_target_and_of_another_document():
+def test_after_its_end_another_document_begins_and_no_target():
     ids = torch.tensor([[7, 8, EOS, 9, EOS, EOS, 4], [EOS, 3, 3, 3, 3, 3, 3]])
     targets = torch.tensor([[8, EOS, 9, EOS, EOS, 4, 5], [3, 3, 3, 3, 3, 3, EOS]])
     same, scored, numbers = separated(ids, targets, EOS)
@@ -25,7 +25,7 @@ def test_what_follows_the_end_of_a_document_is_no_target_and_of_another_document
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_position_attends_to_what_comes_before_it_in_its_document(dtype):
+def test_a_position_attends_to_what_precedes_it_in_its_document(dtype):
     numbers = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
     bias = attention_bias(numbers, dtype)
     assert bias.shape == (2, 1, 6, 6) and bias.dtype == dtype

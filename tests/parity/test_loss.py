@@ -62,7 +62,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [60, 20, 4])
-def test_bf16_is_as_close_to_float64_as_autograd_but_for_one_rounding_more(monkeypatch, rows):
+def test_bf16_is_at_most_one_rounding_further_off_than_autograd(monkeypatch, rows):
     """bf16 rounds to 2^-9 at most, 2^-9 / sqrt(3) in the mean square; however many pieces are summed."""
     monkeypatch.setattr(loss, "ROWS", rows)
     given = inputs(torch.bfloat16)
@@ -112,7 +112,7 @@ def test_no_more_logits_exist_than_a_piece_has(monkeypatch, dtype, pieces, grad)
     assert plain.bytes[torch.float32] == 4 * rows * vocabulary
 
 
-def test_nothing_is_kept_for_the_backward_pass_but_gradients_which_become_grad_without_a_copy():
+def test_only_gradients_are_kept_and_they_become_grad_uncopied():
     x, weight, targets = inputs(torch.float32)
     found = summed_cross_entropy(x, weight, targets)
     for_x, for_weight = (t.data_ptr() for t in found.grad_fn.gradients)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import Choice
+from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.loro import retract
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.update import MATRICES, random_batch, trial
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import ALPHA
+from tests.parity.reference import VOCAB, small
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
@@ -50,12 +57,11 @@ def choice(request) -> Choice:
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
-    """Parameters as models have them: views of one storage, column-major ones, pairs of factors, vectors, a scalar."""
+    """Parameters as optimizers see them: views of one storage, column-major ones, pairs of factors, vectors, alphas."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
-        kept = dtype if shape else torch.promote_types(dtype, torch.float32)  # scalars are not in bf16
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, kept)
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     qk = normal(2, 64, 64)
     drawn = {
@@ -69,26 +75,27 @@ def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu")
         f"{LAYER}mlp.up_proj.b.weight": normal(96, 8),
         f"{LAYER}input_layernorm.weight": normal(64),
         "lm_head.weight": normal(64, 40).T,
-        f"{LAYER}self_attn.o_proj.b.dlr_alpha": normal(),
+        ALPHA: normal(3, dtype=torch.promote_types(dtype, torch.float32)),  # never in bf16
     }
     return {name: p.detach().requires_grad_() for name, p in drawn.items()}
 
 
-def give_gradients(parameters: dict[str, Tensor], seed: int, scale: float = 1.0) -> None:
+def give_gradients(optimizer: optim.Optimizer, seed: int, scale: float = 1.0) -> None:
     """In each parameter's own memory layout, as autograd makes them."""
-    given = draw(next(iter(parameters.values())).dtype, seed=1000 + seed)
-    for p, g in zip(parameters.values(), given.values(), strict=True):
-        p.grad = torch.empty_like(p, requires_grad=False).copy_(scale * g.detach())
+    given = draw(next(iter(optimizer.working.values())).dtype, seed=1000 + seed)
+    for name, p in optimizer.working.items():
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(scale * given[name].detach())
+    optimizer.collect()
 
 
 def updated(optimizer: optim.Optimizer, seeds: range) -> None:
     for seed in seeds:
-        give_gradients(optimizer.parameters, seed)
-        optimizer.update(0.01, GO.to(optimizer.parameters["lm_head.weight"].device), index=seed)
+        give_gradients(optimizer, seed)
+        optimizer.update(0.01, GO.to(optimizer.working["lm_head.weight"].device), index=seed)
 
 
 def everything(optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in optimizer.parameters.items()} | optimizer.state_tensors()
+    return {name: p.detach() for name, p in optimizer.optimized.items()} | optimizer.state_tensors()
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -204,8 +211,8 @@ def loro(b: Tensor, a: Tensor, gradients: list[Tensor], rates: list[float], deca
 # Fifty steps
 
 
-MATRICES: dict[str, Callable] = {"adamw": adamw, "adamw_foreach": adamw, "adamw_8bit": adamw}
-MATRICES |= {"galore": galore, "fira": fira, "muon": muon}
+OF_MATRICES: dict[str, Callable] = {"adamw": adamw, "adamw_foreach": adamw, "adamw_8bit": adamw}
+OF_MATRICES |= {"galore": galore, "fira": fira, "muon": muon}
 STEPS = 50
 RATES = [0.02 / (1 + t % 8) for t in range(STEPS)]
 
@@ -214,16 +221,16 @@ def fifty(optimizer: optim.Optimizer) -> tuple[dict[str, list[Tensor]], dict[str
     """Takes fifty steps, of sizes that vary over orders of magnitude. Returns the gradients of each parameter, and of
     the products of the pairs of factors, by the name of B: theirs are taken at the factors of the time.
     """
-    given = {name: [] for name in optimizer.parameters}
+    given = {name: [] for name in optimizer.optimized}
     products = {name: [] for name in given if name.endswith(".b.weight")}
     for t in range(STEPS):
-        give_gradients(optimizer.parameters, t, 10 ** math.sin(t))
+        give_gradients(optimizer, t, 10 ** math.sin(t))
         for name, found in products.items():
-            b, a = (optimizer.parameters[name.replace(".b.", f".{leaf}.")] for leaf in "ba")
+            b, a = (optimizer.optimized[name.replace(".b.", f".{leaf}.")] for leaf in "ba")
             g = torch.randn(len(b), a.shape[1], dtype=b.dtype, generator=torch.Generator().manual_seed(t))
             a.grad.copy_(b.detach().T @ g), b.grad.copy_(g @ a.detach().T)
             found.append(g)
-        for name, p in optimizer.parameters.items():
+        for name, p in optimizer.optimized.items():
             given[name].append(p.grad.clone())
         optimizer.update(RATES[t], skip=GO, index=t)
     return given, products
@@ -238,16 +245,16 @@ def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
     given, products = fifty(optimizer)
     start = {full: p.detach() for full, p in draw(torch.float64).items()}
     plain = adamw if name.startswith(("adamw", "muon")) else partial(adam, restart=4 if name == "loro" else STEPS)
-    for full, p in optimizer.parameters.items():
-        decay, found = 0.0 if p.dim() == 0 else 0.1, p.detach()
+    for full, p in optimizer.optimized.items():
+        decay, found = 0.0 if full == ALPHA else 0.1, p.detach()
         if name == "loro" and full in products:  # the signs of singular vectors are anybody's choice
             a = full.replace(".b.", ".a.")
             expected = loro(start[full], start[a].T, products[full], RATES, decay)
-            torch.testing.assert_close(found @ optimizer.parameters[a].detach(), expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found @ optimizer.optimized[a].detach(), expected, rtol=0, atol=1e-12)
         if name == "loro" and full.replace(".a.", ".b.") in products:
             continue
         matrix = full.startswith("model.layers") and p.dim() == 2
-        reference = MATRICES[name] if matrix and name in MATRICES else plain
+        reference = OF_MATRICES[name] if matrix and name in OF_MATRICES else plain
         expected = reference(start[full], given[full], RATES, decay)
         moved = (expected - start[full]).norm()
         assert moved > 1e-3 * start[full].norm()
@@ -273,12 +280,12 @@ def updates_masks_and_states(
     """
     built = partial(optim.build, choice, rounding_seed=rounding_seed)
     one, two = built(draw(dtype, device=device)), built(draw(dtype, device=device))
-    places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in two.parameters.items()}
+    places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in two.optimized.items()}
     for seed in range(6):
         for skipped in (False, True) if seed else (True, False):
             before = copied(everything(two))
             if skipped:
-                for p in two.parameters.values():
+                for p in two.optimized.values():
                     p.grad = torch.full_like(p, math.nan)
                 two.update(0.1, skip=SKIP.to(device), index=seed)
                 if seed:
@@ -287,18 +294,18 @@ def updates_masks_and_states(
                 updated(two, range(seed, seed + 1))
         updated(one, range(seed, seed + 1))
         tensors = {name: value.cpu().clone().contiguous() for name, value in two.state_tensors().items()}
-        two = built(two.parameters)
+        two = built(two.working)
         two.load_state_tensors(tensors)
         for value in tensors.values():  # nothing is shared with what was loaded
             value.zero_()
         assert_same_bits(everything(one), everything(two))
-        for name, p in two.parameters.items():
+        for name, p in two.optimized.items():
             value, *place = places[name]
             assert [p.data_ptr(), p.stride(), p.dtype] == place and p.isfinite().all(), name
             # LORO's fourth is an exact step: other factors of the same product
             assert seed != 2 or 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
     measured = sum(value.numel() * value.element_size() for value in two.state_tensors().values())
-    assert measured == optim.state_bytes(choice, two.parameters)
+    assert measured == optim.state_bytes(choice, two.optimized)
 
 
 @pytest.mark.parametrize(("name", "dtype", "rounding_seed"), [
@@ -316,7 +323,7 @@ def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
     for factor in (torch.tensor(0.125), None):
         optimizer = optim.build(choice, draw(dtype))
         for seed in range(2):
-            give_gradients(optimizer.parameters, seed, 1.0 if factor is not None else 0.125)
+            give_gradients(optimizer, seed, 1.0 if factor is not None else 0.125)
             optimizer.update(0.01, GO, factor, index=seed)
         ways.append(copied(everything(optimizer)))
     assert_same_bits(*ways)
@@ -329,6 +336,7 @@ def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
     optimizer = optim.build(Choice("adamw", ADAM), {"w": p}, rounding_seed=rounding_seed)
     p.grad = torch.linspace(0.5, 1, 4096).to(p.dtype)
     expected = (p.grad.float() * 1.0039 * 0.1).to(p.dtype)
+    optimizer.collect()
     optimizer.update(0.01, GO, torch.tensor(1.0039), index=0)
     assert (optimizer.state_tensors()["w/exp_avg"] != expected).float().mean() < 0.01
 
@@ -343,12 +351,12 @@ def test_a_parameter_without_a_gradient_is_left_alone(choice):
     idle = [f"{LAYER}self_attn.k_proj.weight", f"{LAYER}input_layernorm.weight"]
     optimizer = optim.build(choice, draw())
     for seed in range(4):
-        give_gradients(optimizer.parameters, seed)
+        give_gradients(optimizer, seed)
         for name in idle:
-            optimizer.parameters[name].grad = None
+            optimizer.optimized[name].grad = None
         optimizer.update(0.01, skip=GO, index=seed)
     for name in idle:
-        assert torch.equal(optimizer.parameters[name].detach(), draw()[name].detach())
+        assert torch.equal(optimizer.optimized[name].detach(), draw()[name].detach())
         assert not any(full.startswith(f"{name}/") for full in optimizer.state_tensors())
 
 
@@ -363,7 +371,7 @@ def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
     return found
 
 
-def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choice):
+def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
     names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
 
     def pruned(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -386,20 +394,47 @@ def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choic
         assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / zero.numel()))
 
 
-@pytest.mark.parametrize("name", ["galore", "fira"])
-def test_the_trainer_hears_of_each_matrix(name):
+def model_for(name: str) -> tuple[Config, Llama]:
+    cfg = small("lowrank" if name == "loro" else "full", f"optimizer={name}", "device=cpu", "compile=false")
+    return cfg, build(cfg, VOCAB, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "galore", "fira", "loro", "muon"])
+def test_a_fused_parameter_is_updated_matrix_by_matrix(name):
+    """To the bits of parameters of their own; padding stays zero."""
+    choice, (_, fused), generator = chosen(name), model_for(name), torch.Generator().manual_seed(1)
+    of_split = partial(split, fused)
+    own = {name: p.detach().clone().requires_grad_() for name, p in of_split(dict(fused.named_parameters())).items()}
+    one, other = optim.build(choice, dict(fused.named_parameters()), split=of_split), optim.build(choice, own)
+    for index in range(4):
+        for p in fused.parameters():
+            p.grad = torch.zeros_like(p)
+        for name, gradient in of_split({name: p.grad for name, p in fused.named_parameters()}).items():
+            own[name].grad = gradient.normal_(generator=generator).clone()
+        for optimizer in (one, other):
+            optimizer.collect()
+            optimizer.update(0.01, GO, index=index)
+    found = of_split(dict(fused.named_parameters()))
+    assert all(torch.equal(found[name], p) for name, p in own.items())
+    assert fused.model.layers[0].mlp.gate_up.spec.pad_out > 91
+    assert sum(p.count_nonzero() for p in fused.parameters()) == sum(p.count_nonzero() for p in own.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "galore", "loro", "muon"])
+def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
     """A refresh of all projections may take longer than a run is left to stand still."""
-    heard = []
-    optimizer = optim.build(chosen(name), draw(), heartbeat=lambda items: [heard.append(p) or p for p in items])
-    updated(optimizer, range(1))
-    assert len(heard) == len(optimizer.parameters)
+    (cfg, model), waits = model_for(name), []
+    with Ranks(cfg) as ranks:
+        ranks.heartbeat.may_wait = lambda seconds: waits.append(seconds) or nullcontext()
+        trial(cfg, ranks, VOCAB, model)(random_batch(cfg, ranks, VOCAB), 0, 0.01)
+    assert waits == ([] if name == "adamw" else [MATRICES])
 
 
 # ----------------------------------------------------------------------------------------------------
 # Parts of single optimizers
 
 
-def test_loros_exact_step_at_rate_0_leaves_the_product_and_balances_the_factors():
+def test_loros_exact_step_at_rate_0_balances_the_factors():
     generator = torch.Generator().manual_seed(1)
     b, a, db, da = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (11, 8, 11, 8))
     new_b, new_a = retract(b, a, db, da, step=0.0)
@@ -408,11 +443,11 @@ def test_loros_exact_step_at_rate_0_leaves_the_product_and_balances_the_factors(
 
 
 @pytest.mark.parametrize(("first", "left_out"), [(0, 3), (5, None), (9, 10)])
-def test_loros_exact_steps_come_by_the_runs_count_and_start_all_state_anew(first, left_out):
-    """Also where an update was left out, or the state is new in the middle of a run: the rate restarts there."""
+def test_loros_exact_steps_come_by_the_runs_count(first, left_out):
+    """All state starts anew there. This holds also if an update was left out, or if state is new in mid-run."""
     optimizer, anew = optim.build(chosen("loro", exact_every=8), draw()), []
     for t in range(first, 25):
-        give_gradients(optimizer.parameters, t)
+        give_gradients(optimizer, t)
         optimizer.update(0.01, skip=torch.tensor(float(t == left_out)), index=t)
         anew += [t] if not any(value.any() for value in optimizer.state_tensors().values()) else []
     assert anew == [t for t in (7, 15, 23) if t >= first]
@@ -424,15 +459,15 @@ def test_the_compiled_8_bit_step_is_the_eager_one():
     for stance in ("default", "force_eager"):
         with torch.compiler.set_stance(stance):
             optimizer = optim.build(chosen("adamw_8bit"), draw(torch.bfloat16), compiled=stance == "default")
-            places = [(p.data_ptr(), p.stride()) for p in optimizer.parameters.values()]
+            places = [(p.data_ptr(), p.stride()) for p in optimizer.optimized.values()]
             updated(optimizer, range(5))
-            assert [(p.data_ptr(), p.stride()) for p in optimizer.parameters.values()] == places
-            results.append(torch.cat([p.detach().float().flatten() for p in optimizer.parameters.values()]))
+            assert [(p.data_ptr(), p.stride()) for p in optimizer.optimized.values()] == places
+            results.append(torch.cat([p.detach().float().flatten() for p in optimizer.optimized.values()]))
     assert (results[0] != results[1]).float().mean() < 0.01
     torch.testing.assert_close(*results, rtol=0.01, atol=1e-4)
 
 
-def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_rounds_once():
+def test_weight_decay_acts_only_if_an_update_rounds_once():
     """What pure bf16 does to AdamW: the papers of this family run it on kernels that round after each operation. Share
     of the start that decay leaves: (1 - lr decay)^200 = 0.82 in exact arithmetic.
     """
@@ -445,6 +480,7 @@ def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_
         optimizer = optim.build(Choice(name, ADAM | {"weight_decay": decay}), {"p": p})
         for k, gradient in enumerate(gradients):
             p.grad = gradient.to(dtype)
+            optimizer.collect()
             optimizer.update(0.01, skip=GO, index=k)
         return p.detach().float()
 

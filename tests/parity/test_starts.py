@@ -6,40 +6,51 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.linear import SeededInit, named_groups
+from dlr_pretrain.models.adapter import sizes, split
+from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.models.lowrank import leading
-from tests.parity.reference import CPU, FORMULAS, VOCAB, disturbed, small
+from tests.parity.reference import CPU, FORMULAS, PROJECTIONS, VOCAB, State, disturbed, small
 
 LOST = ("lost", "backbone.rank=8", "backbone.sparsity=0.2")
 
 
-def projections(model: Llama) -> dict[str, nn.Module]:
-    return {name: p for prefix, group in named_groups(model) for name, p in group.named(prefix)}
+def exported(model: Llama) -> State:
+    return split(model, model.state_dict())
 
 
-def at_60m(*words: str) -> Llama:
-    return build(load(["scale=60m", "data=sample", "scale.num_layers=2", *words]), 1000, CPU)
+def projections(state: State) -> dict[str, State]:
+    """The tensors of each projection, by their leaves."""
+    found: dict[str, State] = {}
+    for name, tensor in state.items():
+        for projection in PROJECTIONS:
+            path, middle, leaf = name.partition(f".{projection}.")
+            if middle:
+                found.setdefault(f"{path}.{projection}", {})[leaf] = tensor
+    return found
 
 
-def assert_normal(weight: torch.Tensor, std: float) -> None:
+def at_60m(*words: str) -> State:
+    return exported(build(load(["scale=60m", "data=sample", "scale.num_layers=2", *words]), 1000, CPU))
+
+
+def assert_normal(weight: Tensor, std: float) -> None:
     assert weight.std().item() == pytest.approx(std, rel=0.02) and abs(weight.mean().item()) < 0.02 * std
     assert weight.abs().max() > 3.5 * std
 
 
-def assert_uniform(weight: torch.Tensor, bound: float, rel: float = 0.02) -> None:
+def assert_uniform(weight: Tensor, bound: float, rel: float = 0.02) -> None:
     assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=rel)
     assert (1 - rel) * bound < weight.abs().max().item() <= bound
 
 
 @pytest.mark.parametrize("backbone", FORMULAS)
-def test_initial_values_do_not_depend_on_grouping(backbone):
-    a, b = (Llama(small(backbone), VOCAB, grouped=grouped) for grouped in (True, False))
-    a.init_(5), b.init_(5)
-    for (name, x), (same, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+def test_initial_values_do_not_depend_on_padding(backbone):
+    a, b = (build(small(backbone), VOCAB, CPU, alignment=alignment) for alignment in (8, 1))
+    for (name, x), (same, y) in zip(exported(a).items(), exported(b).items(), strict=True):
         assert name == same and torch.equal(x, y), name
 
 
@@ -47,17 +58,17 @@ def test_initial_values_do_not_depend_on_grouping(backbone):
 @pytest.mark.parametrize("init", ["cola", "xavier", "kaiming"])
 def test_factors_start_as_their_papers_have_them(backbone, init):
     """CoLA: Var[(B A)_ij] = 1 / (d_in + d_out). LORO: variance 2 / (fan_in + fan_out). Glentis et al.: uniform."""
-    model = at_60m(f"backbone={backbone}", f"backbone.init={init}")
+    state = at_60m(f"backbone={backbone}", f"backbone.init={init}")
     for name, d_out in (("self_attn.q_proj", 512), ("mlp.gate_proj", 1376)):
-        p = model.get_submodule(f"model.layers.0.{name}")
-        for weight in (p.a.weight, p.b.weight):
+        for factor in "ab":
+            weight = state[f"model.layers.0.{name}.{factor}.weight"]
             if init == "cola":
                 assert_normal(weight, 128**-0.25 * (512 + d_out) ** -0.25)
             elif init == "xavier":
                 assert_normal(weight, math.sqrt(2 / sum(weight.shape)))
             else:
                 assert_uniform(weight, 1 / math.sqrt(weight.shape[1]))
-    assert_normal(model.lm_head.weight, 0.02)
+    assert_normal(state["lm_head.weight"], 0.02)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -68,21 +79,21 @@ def test_factors_start_as_their_papers_have_them(backbone, init):
 def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at):
     """B A is its best approximation, with B^T B = A A^T; the channels are the largest columns of what is left."""
     words = (f"backbone.residual_rank={looks_at}", "seed=0")
-    for name, p in projections(build(small(*LOST, *words), VOCAB, CPU, torch.float64)).items():
-        a, b = p.a.weight, p.b.weight
+    for name, own in projections(exported(build(small(*LOST, *words), VOCAB, CPU, torch.float64))).items():
+        a, b = own["a.weight"], own["b.weight"]
         dense = SeededInit(0).normal(f"{name}.weight", (b.shape[0], a.shape[1]), 0.02).double()
         u, s, vh = torch.linalg.svd(dense, full_matrices=False)
         of = slice(8, min(8 + looks_at, 32))
         left = (u[:, of] * s[of]) @ vh[of]
         count = max(1, int(0.2 * dense.shape[1]))
         expected = sorted(sorted(range(dense.shape[1]), key=lambda i: -left[:, i].norm().item())[:count])
-        assert p.channels.tolist() == expected and torch.equal(p.s.weight, dense[:, expected])
+        assert own["channels"].tolist() == expected and torch.equal(own["s.weight"], dense[:, expected])
         torch.testing.assert_close(b @ a, u[:, :8] * s[:8] @ vh[:8], rtol=0, atol=1e-12)
         torch.testing.assert_close(b.T @ b, torch.diag(s[:8]), rtol=0, atol=1e-12)
         torch.testing.assert_close(a @ a.T, torch.diag(s[:8]), rtol=0, atol=1e-12)
 
 
-def test_the_signs_of_singular_vectors_do_not_depend_on_the_library():
+def test_signs_of_singular_vectors_do_not_depend_on_the_library():
     w = torch.randn(9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for matrix in (w, w.T):
         u, s, vh = leading(matrix, 9)
@@ -95,16 +106,13 @@ def test_random_supports_follow_from_the_seed_and_the_name():
     """Sorted and without repetition, among all entries (SLTrain)."""
     found, middles = [], []
     for seed in (0, 1):
-        for prefix, group in named_groups(
-            build(small("sltrain", "backbone.sparsity=0.05", f"seed={seed}"), VOCAB, CPU)
-        ):
-            places = group.spec.d_in * group.spec.d_out
-            for _, p in group.named(prefix):
-                chosen = p.get_buffer("index")
-                assert len(chosen) == int(0.05 * places) and (chosen.diff() > 0).all()
-                assert chosen[0] >= 0 and chosen[-1] < places
-                found.append(tuple(chosen.tolist()))
-                middles.append(chosen.double().mean().item() / places)
+        model = build(small("sltrain", "backbone.sparsity=0.05", f"seed={seed}"), VOCAB, CPU)
+        for own in projections(exported(model)).values():
+            places, chosen = len(own["b.weight"]) * own["a.weight"].shape[1], own["index"]
+            assert len(chosen) == int(0.05 * places) and (chosen.diff() > 0).all()
+            assert chosen[0] >= 0 and chosen[-1] < places
+            found.append(tuple(chosen.tolist()))
+            middles.append(chosen.double().mean().item() / places)
     assert len(set(found)) == 2 * 14
     assert sum(middles) / len(middles) == pytest.approx(0.5, rel=0.1)
 
@@ -114,43 +122,43 @@ def test_random_supports_follow_from_the_seed_and_the_name():
 
 
 def test_gates_start_as_the_authors_do():
-    tensor, dense = (projections(at_60m("backbone=lax", f"backbone.gate={gate}")) for gate in ("tensor", "dense"))
-    gates = [p.gate for name, p in tensor.items() if ".1." in name]
+    tensor, dense = (at_60m("backbone=lax", f"backbone.gate={gate}") for gate in ("tensor", "dense"))
     for leaf, n in (("e1", 16), ("e2", 8)):  # 128 = 8 x 16; twice the variance: n times 2 / n
-        values = [getattr(gate, leaf) for gate in gates]
-        assert {value.shape for value in values} == {(n, n)}
+        values = [value for name, value in tensor.items() if name.endswith(f".gate.{leaf}")]
+        assert len(values) == 7 and {value.shape for value in values} == {(n, n)}
         assert_uniform(torch.stack(values), (6 / n) ** 0.5, rel=0.05)
-    norm = tensor["model.layers.1.mlp.up_proj"].norm
-    assert (norm.weight == 1).all() and (norm.bias == 0).all()
-    gate = dense["model.layers.1.self_attn.q_proj"].gate
-    assert_uniform(gate.weight, 128**-0.5)
-    assert_uniform(gate.bias, 128**-0.5, rel=0.15)
+    norm = "model.layers.1.mlp.up_proj.norm"
+    assert (tensor[f"{norm}.weight"] == 1).all() and (tensor[f"{norm}.bias"] == 0).all()
+    gate = "model.layers.1.self_attn.q_proj.gate"
+    assert_uniform(dense[f"{gate}.weight"], 128**-0.5)
+    assert_uniform(dense[f"{gate}.bias"], 128**-0.5, rel=0.15)
 
 
 @pytest.mark.parametrize("backbone", ["lora", "relora", "sltrain"])
 def test_b_starts_at_zero_beside_a_uniform_a(backbone):
-    p = projections(at_60m(f"backbone={backbone}"))["model.layers.0.mlp.down_proj"]
-    assert p.b.weight.count_nonzero() == 0
-    assert_uniform(p.a.weight, 1376**-0.5)
+    own = projections(at_60m(f"backbone={backbone}"))["model.layers.0.mlp.down_proj"]
+    assert own["b.weight"].count_nonzero() == 0
+    assert_uniform(own["a.weight"], 1376**-0.5)
     if backbone == "sltrain":
-        assert_uniform(p.values, 1376**-0.5)
+        assert_uniform(own["values"], 1376**-0.5)
     else:
-        assert_normal(p.weight, 0.02)
+        assert_normal(own["weight"], 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_relora_merges_the_product_rounded_once_and_draws_a_anew(dtype):
+def test_relora_merges_the_product_rounded_once_and_draws_a(dtype):
     """W0 + alpha / r B A in place of W0; the new A depends on the seed, the name and the merge's number alone."""
     model = disturbed(small("relora", "backbone.alpha=12"), dtype).requires_grad_(False)
-    state = dict(model.named_parameters())
+    fused = dict(model.named_parameters())
+    state = split(model, fused)
     drawn = [p.clone() for name, p in state.items() if name.endswith(".a.weight")]
     eps, exact = torch.finfo(dtype).eps, {}
     for number in (1, 2, 1):
         for name in (n for n in state if n.endswith("_proj.weight")):
             w, b, a = (state[name.replace("weight", leaf)].double() for leaf in ("weight", "b.weight", "a.weight"))
             exact[name] = w + 12 / 8 * (b @ a)
-        for prefix, group in named_groups(model):
-            group.merge_(state, SeededInit(7), prefix, number)
+        for path, layer in named_layers(model):
+            assert layer.merge_(fused, SeededInit(7), path, number) == [f"{path}.a", f"{path}.b"]
         for name, wanted in exact.items():
             # half a spacing, and where products are not exact the order of a sum of eight
             slack = 0 if dtype == torch.bfloat16 else 4 * eps * wanted.abs().max()
@@ -189,7 +197,8 @@ def test_parameter_counts_to_the_unit(backbone):
     def parameters(scale: str, words: str) -> int:
         cfg = load([f"scale={scale}", *f"backbone={words}".split(), "data=sample"])
         model = build(cfg, cfg.scale.vocab_size, torch.device("meta"))
-        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+        counts = sizes(model)
+        return sum(counts[name] for name, p in model.named_parameters() if p.requires_grad)
 
     assert tuple(parameters(scale, backbone) for scale in SCALES) == COUNTS[backbone]
     assert all(parameters("1b", words) == count for words, count in OTHERS.items() if words.split()[0] == backbone)

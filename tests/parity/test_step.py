@@ -1,4 +1,4 @@
-"""The step: losses do not depend on how a batch is cut, and the finite gate keeps what was there."""
+"""The step: losses do not depend on how a batch is cut, the finite gate keeps what was there, padding stays zero."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import prepare
 from dlr_pretrain.data.order import permutation
-from dlr_pretrain.models import build
+from dlr_pretrain.models.adapter import split
+from dlr_pretrain.optim import adamw
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import Update
-from dlr_pretrain.train.weights import place
+from dlr_pretrain.train.update import Update, random_batch, trial
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import forked
+from tests.parity.reference import VOCAB, small
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -56,7 +57,7 @@ def test_the_mode_of_compilation_reaches_torch(words, monkeypatch, given, mode):
     monkeypatch.setattr(torch, "compile", lambda act, **options: modes.append(options["mode"]) or act)
     cfg = load(words(f"compile={given}"))
     with Ranks(cfg) as ranks:
-        place(cfg, ranks, build(cfg, 120, ranks.device))
+        trial(cfg, ranks, 120)
     assert modes == [mode] * (cfg.scale.num_layers + 2)  # blocks, the last norm and the loss
 
 
@@ -76,7 +77,7 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     def drifting(self, batch, index, lr, failed):
         values = update(self, batch, index, lr, failed)
         if self.ranks.rank == 1 and index == 6:
-            self.weights.model.model.norm.weight.data[3] += 1e-6
+            self.model.model.norm.weight.data[3] += 1e-6
         return values
 
     monkeypatch.setattr(Update, "__call__", drifting)
@@ -85,7 +86,7 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]
 
 
-def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(words, corpus, tmp_path, monkeypatch):
+def test_data_that_fail_on_one_rank_stop_all_with_the_work_saved(words, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SMALL_CHARACTERS", 0)  # the text is streamed
     monkeypatch.setattr(prepare, "FEW_DOCUMENTS", 0)
     shards = tmp_path / "shards"
@@ -103,6 +104,47 @@ def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(
     steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1} was not taken" in str(failed.value)
+
+
+def padded(optimizer: str, precision: str, backbone: str = "lost dlr=on"):
+    quick = optimizer == "adamw" or (precision == "bf16" and optimizer != "adamw_8bit")
+    return pytest.param(optimizer, precision, backbone, marks=[] if quick else pytest.mark.full)
+
+
+PRECISIONS = ("fp32", "bf16", "bf16_mixed")
+PADDED = [padded(name, precision) for name in ("adamw", "adamw_8bit") for precision in (*PRECISIONS, "bf16_sr")]
+PADDED += [padded(name, precision) for name in ("adamw_foreach", "muon") for precision in PRECISIONS]
+PADDED += [padded(name, precision, "full optimizer.rank=8") for name in ("galore", "fira") for precision in PRECISIONS]
+PADDED += [padded("loro", precision, "lowrank") for precision in PRECISIONS]
+PADDED += [padded("adamw", "bf16", backbone) for backbone in ("lora", "cola_lax dlr=learnable_alpha")]
+
+
+@pytest.mark.parametrize(("optimizer", "precision", "backbone"), PADDED)
+def test_padding_stays_zero_bit_for_bit(optimizer, precision, backbone, monkeypatch):
+    """The padding of weights, masters and moments: 91 channels are padded to 128, and LOST's rank of 7 to 8."""
+    monkeypatch.setattr(adamw, "SMALLEST", 256)  # values of the smallest moments in 8 bits, so that there are some
+    given = ("compile=false", "device=cpu", "train.global_batch=2", "train.micro_batch=2", "train.seq_len=4")
+    cfg = small(*backbone.split(), f"optimizer={optimizer}", f"precision={precision}", *given)
+    with Ranks(cfg) as ranks:
+        update, batch = trial(cfg, ranks, VOCAB), random_batch(cfg, ranks, VOCAB)
+        for index in range(200):
+            assert not update(batch, index, lr=0.01).skipped
+    padding = {name: torch.ones_like(p, dtype=torch.bool) for name, p in update.model.named_parameters()}
+    for own in split(update.model, padding).values():
+        own.zero_()
+    layers = {name.split(".", 3)[3] for name, places in padding.items() if places.any()}
+    assert {name.rpartition(".")[0] for name in layers} >= {"mlp.gate_up", "mlp.down"}
+    assert ("self_attn.qkv.a" in layers) == ("lost" in backbone)
+    state, quantised = update.optimizer.state_tensors(), 0
+    with update.optimizer.taken_out() as values:
+        kept = {f"{name}/": value.clone() for name, value in values.items()}
+    for full, value in (kept | state | {f"{name}/working": p for name, p in update.optimizer.working.items()}).items():
+        places = padding.get(full.rpartition("/")[0])
+        if places is not None and places.shape == value.shape:
+            if full.endswith(".codes"):
+                value, quantised = state[full.replace("codes", "map")][value.int()], quantised + 1
+            assert not value[places].count_nonzero(), full
+    assert (quantised > 0) == (optimizer == "adamw_8bit")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

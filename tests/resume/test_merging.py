@@ -13,7 +13,7 @@ from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
 RELORA = ("backbone=relora", "backbone.merge_every=6", "backbone.restart_warmup=2", "checkpoint.keep_last=99")
-AT = "model.layers.0.mlp.down_proj"
+AT = "model.layers.0.mlp.down"
 
 
 def saved(folder, step: int) -> dict:
@@ -38,17 +38,17 @@ def test_a_checkpoint_of_a_merging_step_is_of_after_the_merge(train, tmp_path):
     given = ("precision=bf16_mixed", "checkpoint.every=1", "train.steps=8", "train.warmup_steps=0")
     folder = train(tmp_path / "run", *RELORA, *given)
     initial, before, merged, after = (saved(folder, step) for step in (1, 5, 6, 7))
-    assert torch.equal(before[f"{AT}.weight"], initial[f"{AT}.weight"])
-    change = merged[f"{AT}.weight"] - before[f"{AT}.weight"]
+    assert torch.equal(before[f"{AT}.w"], initial[f"{AT}.w"])
+    change = (merged[f"{AT}.w"] - before[f"{AT}.w"])[:, :91]  # the rest is padding
     assert change.dtype == torch.float32 and change.count_nonzero() > 0.99 * change.numel()
     assert torch.linalg.matrix_rank(change.double(), rtol=1e-4) == 8
-    assert before[f"{AT}.b.weight"].any() and not merged[f"{AT}.b.weight"].any()
-    assert not torch.equal(merged[f"{AT}.a.weight"], before[f"{AT}.a.weight"])
-    moments = [merged[name] for name in merged if "_proj." in name and name.endswith("/exp_avg")]
+    assert before[f"{AT}.b"].any() and not merged[f"{AT}.b"].any()
+    assert not torch.equal(merged[f"{AT}.a"], before[f"{AT}.a"])
+    moments = [merged[name] for name in merged if name.endswith((".a/exp_avg", ".b/exp_avg"))]
     kept = sum(m.count_nonzero().item() for m in moments) / sum(m.numel() for m in moments)
-    assert len(moments) == 28 and 0 < kept < 0.005  # prune_ratio 0.999
+    assert len(moments) == 16 and 0 < kept < 0.005  # prune_ratio 0.999
     assert merged["lm_head.weight/exp_avg"].count_nonzero() > 0.9 * merged["lm_head.weight/exp_avg"].numel()
-    assert torch.equal(after[f"{AT}.weight"], merged[f"{AT}.weight"])
+    assert torch.equal(after[f"{AT}.w"], merged[f"{AT}.w"])
     rates = [r["train/lr"] for r in read_metrics(folder / "metrics.jsonl")]
     assert rates[5] > 0 and rates[6] == 0 and 0 < rates[7] < rates[5]
 
@@ -67,4 +67,4 @@ def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"step 2: loss .* not finite"):
         train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")
     state = saved(tmp_path / "run", 1)
-    assert state[f"{AT}.b.weight"].any() and all(torch.isfinite(t).all() for t in state.values())
+    assert state[f"{AT}.b"].any() and all(torch.isfinite(t).all() for t in state.values())

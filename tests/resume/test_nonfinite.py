@@ -12,11 +12,11 @@ from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
+from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.update import Update
-from dlr_pretrain.train.weights import Gradients
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
@@ -30,28 +30,28 @@ SKIP = ("train.on_nonfinite=skip", "checkpoint.keep_last=99", "eval.every=100")
 @pytest.fixture
 def poison(monkeypatch):
     """``poison(6, 7)`` makes the loss of these steps not finite; ``of="gradient"``: an entry of the gradient."""
-    bad, at, update, add, collect = {}, {}, Update.__call__, Gradients.add, Gradients.collect
+    bad, at, update, backward, collect = {}, {}, Update.__call__, Update.forward_backward, Optimizer.collect
 
     def counted(self, batch, index, lr, failed):
         at["step"] = index + 1
         return update(self, batch, index, lr, failed)
 
-    def added(self, inputs, count, last):
-        return add(self, inputs, count * (0.0 if bad.get(at["step"]) == "loss" else 1.0), last)
+    def passed(self, micro_batches, count):
+        return backward(self, micro_batches, count * (0.0 if bad.get(at.get("step")) == "loss" else 1.0))
 
     def collected(self):
         gradients = collect(self)
-        if bad.get(at["step"]) == "gradient":
+        if bad.get(at.get("step")) == "gradient":
             gradients[0].view(-1)[5] = torch.inf
         return gradients
 
     monkeypatch.setattr(Update, "__call__", counted)
-    monkeypatch.setattr(Gradients, "add", added)
-    monkeypatch.setattr(Gradients, "collect", collected)
+    monkeypatch.setattr(Update, "forward_backward", passed)
+    monkeypatch.setattr(Optimizer, "collect", collected)
     return lambda *steps, of="loss": bad.update(dict.fromkeys(steps, of))
 
 
-def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch_kept(train, corpus, tmp_path, poison):
+def test_by_default_it_ends_the_run_and_its_batch_is_kept(train, corpus, tmp_path, poison):
     poison(7)
     with pytest.raises(UserError, match=r"step 7: loss (inf|nan).*The 6 steps before it are saved.*nonfinite"):
         train(tmp_path / "run", "train.global_batch=4", "train.micro_batch=4")
@@ -69,7 +69,7 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
     assert (state["name"], state["reason"]) == ("complete", "")
 
 
-def test_nothing_is_folded_where_the_last_evaluation_is_not_finite(train, tmp_path, monkeypatch):
+def test_nothing_is_folded_if_the_last_evaluation_is_not_finite(train, tmp_path, monkeypatch):
     names = ("loss", "loss_a", "loss_b", "perplexity", "perplexity_galore")
     monkeypatch.setattr(Evaluator, "__call__", lambda *_: {f"eval/{name}": math.nan for name in names})
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys
     assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "left out, see" in out
 
 
-def test_interrupted_among_them_and_while_waiting_for_data_equals_undisturbed(train, tmp_path, monkeypatch, poison):
+def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch, poison):
     """The step that has no data is not taken; it is no update that was left out."""
     poison(6, 7, 9)
     whole, take, taken = final(train(tmp_path / "whole", *SKIP)), TrainLoader.take, []

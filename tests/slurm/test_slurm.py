@@ -121,7 +121,7 @@ def test_a_run_that_ends_by_itself_is_not_requeued(words, tmp_path, more, facts)
     assert job.facts("JobState", "Restarts", "ExitCode") == facts, job.text()
 
 
-def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(words, tmp_path):
+def test_an_array_with_a_preemption_and_a_lost_node(words, tmp_path):
     given = [*words(*RUN, "checkpoint.every=40"), "dlr=off,on", "seed=1,2", f"run.root={tmp_path}"]
     runs: list[PlannedRun] = load_runs(expand(given))
 

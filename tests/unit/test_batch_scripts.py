@@ -55,7 +55,7 @@ def test_a_job_returns_to_the_queue_if_its_start_got_further(batch, code, steps,
 
 
 @pytest.mark.parametrize(("history", "again"), [("", 1), ("0", 1), ("00", 0), ("0010", 1), ("1000", 0)])
-def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice_in_a_row(batch, tmp_path, history, again):
+def test_a_job_stopped_without_a_checkpoint_comes_back_twice(batch, tmp_path, history, again):
     lines = {"0": "exit code 4, without a checkpoint", "1": "exit code 75, after a checkpoint at step 3"}
     cut_off = "".join(f"job 5: {lines[start]}; back to the queue\nstep 7  lo" for start in history)
     (tmp_path / "log").write_text(cut_off.replace("lojob", "lo\njob"))
@@ -64,13 +64,13 @@ def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice_in_a_row(ba
     assert said.count(", without a checkpoint; back") == history.count("0") + again
 
 
-def test_a_run_that_cannot_save_in_time_goes_back_to_the_queue_before_its_limit(batch):
+def test_a_run_that_cannot_save_in_time_is_requeued(batch):
     slow = "kill -USR1 $PPID; exec tail -f /dev/null --pid=$PPID"
     code, asked, said = batch("train.sbatch", "scale=tiny", srun=slow, SLURM_JOB_END_TIME="9", **JOB)
     assert (code, asked[-1]) == (75, "scontrol requeue 5") and "job 5: exit code 75, without a checkpoint; back" in said
 
 
-def test_a_saved_run_goes_back_to_the_queue_though_the_scheduler_is_slow_to_answer(batch, tmp_path: Path):
+def test_a_saved_run_is_requeued_by_a_slow_scheduler(batch, tmp_path: Path):
     slow = f"echo >> {tmp_path}/calls; [[ $(wc -l < {tmp_path}/calls) -gt 2 ]] || exit 1; echo RUNNING"
     code, asked, _ = batch("train.sbatch", "scale=tiny", steps="0 5", srun="exit 75", squeue=slow, **JOB)
     assert [line.split()[0] for line in asked] == ["srun", "squeue", "sleep", "squeue", "sleep", "squeue", "scontrol"]
@@ -78,7 +78,7 @@ def test_a_saved_run_goes_back_to_the_queue_though_the_scheduler_is_slow_to_answ
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", "echo CANCELLED", ":"])
-def test_a_job_of_which_it_is_not_known_that_it_runs_is_not_requeued(batch, squeue):
+def test_a_job_not_known_to_run_is_not_requeued(batch, squeue):
     code, asked, _ = batch("train.sbatch", "scale=tiny", steps="0 5", srun="exit 75", squeue=squeue, **JOB)
     assert code == 75 and not any(line.startswith("scontrol") for line in asked)
 
@@ -88,6 +88,6 @@ def test_a_job_of_which_it_is_not_known_that_it_runs_is_not_requeued(batch, sque
     [("train.sbatch", ["scale=1b"], {}), ("train.sbatch", [], JOB), ("array.sbatch", ["my.runs"], JOB),
      ("array.sbatch", [], JOB | {"SLURM_ARRAY_TASK_ID": "1"})],
 )  # fmt: skip
-def test_a_start_that_cannot_be_meant_is_refused_with_the_right_one(batch, script, words, variables):
+def test_a_start_that_cannot_be_meant_is_refused(batch, script, words, variables):
     code, asked, said = batch(script, *words, **variables)
     assert (code, asked) == (2, []) and said.startswith("error: this is a") and f"slurm/{script}" in said

@@ -65,7 +65,7 @@ def names(root) -> set[str]:
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (20, torch.float32)])
-def test_what_ranks_have_saved_is_loaded_bit_for_bit_and_safetensors_reads_it(tmp_path, ranks, dtype):
+def test_what_ranks_have_saved_is_loaded_bit_for_bit(tmp_path, ranks, dtype):
     given = snapshot(3, dtype)
     given.model["t"][0, 0], given.model["q"][1, 2] = float("nan"), -0.0
     shares = [checkpoint.share(given, rank, ranks) for rank in range(ranks)]
@@ -98,7 +98,7 @@ def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path):
     assert names(tmp_path / "every") == {"step_00000004", "step_00000008", "step_00000010"}
 
 
-def test_junk_is_neither_taken_for_a_checkpoint_nor_touched_and_what_a_kill_left_is_cleared(tmp_path):
+def test_junk_is_neither_a_checkpoint_nor_touched(tmp_path):
     for junk in ("step_", "step_12a", "step_-1", "damaged_step_00000001", ".writing_step_00000007_cafe"):
         (tmp_path / junk).mkdir()
     (tmp_path / "step_00000099").write_text("a file")
@@ -108,7 +108,7 @@ def test_junk_is_neither_taken_for_a_checkpoint_nor_touched_and_what_a_kill_left
     assert names(tmp_path) == before | {"step_00000001"}
 
 
-def test_while_a_disk_does_not_answer_nothing_is_deleted_or_passed_over(tmp_path, monkeypatch):
+def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
     def silent(*_):
         raise OSError(errno.ESTALE, "Stale file handle")
 

@@ -29,7 +29,7 @@ def record(step: int, **values) -> dict:
 EVALUATION = {"eval/loss": 3.0, "eval/perplexity": math.exp(3), "eval/perplexity_galore": 19.5}
 
 
-def test_elsewhere_the_first_step_every_interval_and_evaluations_are_said():
+def test_elsewhere_steps_at_intervals_and_evaluations_are_said():
     out = io.StringIO()
     shown = console(out, "log.every=4")
     for step in range(1, 11):

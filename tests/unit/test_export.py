@@ -22,6 +22,8 @@ from dlr_pretrain.deploy.export import EXPORTED as KNOBS
 from dlr_pretrain.deploy.export import MODELING, export, need, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
+from dlr_pretrain.models import Llama
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
 from tests.deploy.models import KINDS, of_kind, trained
@@ -42,11 +44,15 @@ def ids() -> torch.Tensor:
     return torch.randint(3, ROWS, (2, 24), generator=torch.Generator().manual_seed(5))
 
 
+def weights(model: Llama) -> dict[str, torch.Tensor]:
+    return split(model, model.state_dict())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_loads_strictly_computes_generates_and_is_saved_again(kind, tmp_path, spiece, ids):
     """Through the folder's own file, in fp32, against our model, which the parity tests hold against its formula."""
     ours, trust = trained(of_kind(kind), ROWS), {"trust_remote_code": True}
-    export(tmp_path / "folded", of_kind(kind), ours.state_dict(), spiece, RECORD)
+    export(tmp_path / "folded", of_kind(kind), weights(ours), spiece, RECORD)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", output_loading_info=True, **trust)
     assert not any(report.values()) and model.dtype == torch.float32
     assert type(model).__name__ == ("LlamaForCausalLM" if kind == "full" else "LowRankLlamaForCausalLM")
@@ -73,7 +79,7 @@ def test_a_folder_loads_strictly_computes_generates_and_is_saved_again(kind, tmp
 
 
 def test_weights_in_shards_are_loaded(tmp_path, spiece):
-    tensors = trained(COLA, ROWS).bfloat16().state_dict()
+    tensors = weights(trained(COLA, ROWS).bfloat16())
     export(tmp_path / "folded", COLA, tensors, spiece, RECORD)
     (tmp_path / "folded" / WEIGHTS).unlink()
     write_weights(tmp_path / "folded", tensors, shard_bytes=30_000)
@@ -89,10 +95,10 @@ def test_the_modeling_file_needs_torch_and_transformers_alone():
 
 
 def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
-    weights = trained(COLA, ROWS).state_dict()
-    export(tmp_path / "folded", COLA, weights, spiece, RECORD)
+    tensors = weights(trained(COLA, ROWS))
+    export(tmp_path / "folded", COLA, tensors, spiece, RECORD)
     stored = load_file(tmp_path / "folded/model.safetensors")
-    assert stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in weights)
+    assert stored.keys() == tensors.keys() and all(torch.equal(stored[name], tensors[name]) for name in tensors)
     readme = (tmp_path / "folded/README.md").read_text()
     for words in ("| precision | fp32 |", "| train/tokens | 14,336 |", "51.23", "| trained on | sample, packed |",
                   '`target_modules="all-linear"`'):  # fmt: skip
@@ -102,14 +108,14 @@ def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
     written = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
     assert written["backbone"]["name"] == "cola" and written["train"]["seq_len"] == 256
     dlr = replace(of_kind("cola_lax"), dlr=replace(COLA.dlr, name="on", enabled=True))
-    export(tmp_path / "dlr", dlr, trained(dlr, ROWS).state_dict(), spiece, RECORD)
+    export(tmp_path / "dlr", dlr, weights(trained(dlr, ROWS)), spiece, RECORD)
     readme = (tmp_path / "dlr/README.md").read_text()
     assert "# LLaMA tiny, cola_lax + DLR (on), folded" in readme
     assert "Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training" in readme
 
 
-def test_a_folder_is_whole_before_it_has_its_name_and_an_older_one_stays(tmp_path, spiece, monkeypatch):
-    folder, tensors, synced, rename = tmp_path / "folded", trained(COLA, ROWS).state_dict(), set(), Path.rename
+def test_a_folder_is_whole_before_it_has_its_name(tmp_path, spiece, monkeypatch):
+    folder, tensors, synced, rename = tmp_path / "folded", weights(trained(COLA, ROWS)), set(), Path.rename
 
     def named(self, target):
         if self.name.endswith(".partial"):
@@ -140,36 +146,36 @@ def test_llama_cpp_finds_a_vocabulary_of_bpe_alone(tmp_path, kind):
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"].lower() == kind
 
 
-def test_a_backbone_without_an_exported_layer_is_written_and_said_to_be_so(tmp_path, spiece, ids, monkeypatch):
+def test_a_backbone_without_an_exported_layer_is_written(tmp_path, spiece, ids, monkeypatch):
     monkeypatch.delitem(KNOBS, "cola")
-    said = export(tmp_path / "folded", COLA, trained(COLA, ROWS).state_dict(), spiece, RECORD, ids)
+    said = export(tmp_path / "folded", COLA, weights(trained(COLA, ROWS)), spiece, RECORD, ids)
     assert said.startswith("transformers cannot load backbone=cola yet")
     assert said in (tmp_path / "folded/README.md").read_text() and (tmp_path / "folded" / WEIGHTS).exists()
 
 
 def test_a_difference_is_found(tmp_path, spiece, ids, monkeypatch):
-    weights = trained(COLA, ROWS).bfloat16().state_dict()
-    said = export(tmp_path / "folded", COLA, weights, spiece, RECORD, ids)
+    tensors = weights(trained(COLA, ROWS).bfloat16())
+    said = export(tmp_path / "folded", COLA, tensors, spiece, RECORD, ids)
     assert float(said.split("agree to ")[1].split()[0]) < 1e-5
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers", None)
-        said = export(tmp_path / "unseen", COLA, weights, spiece, RECORD, ids)
+        said = export(tmp_path / "unseen", COLA, tensors, spiece, RECORD, ids)
         assert said.startswith("not verified: transformers cannot be imported")
-    changed = weights | {"lm_head.weight": 1.02 * weights["lm_head.weight"]}
+    changed = tensors | {"lm_head.weight": 1.02 * tensors["lm_head.weight"]}
     monkeypatch.setattr(export_module, "write_weights", lambda to, _: write_weights(to, changed))
     with pytest.raises(UserError, match="beyond the bound"):
-        export(tmp_path / "wrong", COLA, weights, spiece, RECORD, ids)
+        export(tmp_path / "wrong", COLA, tensors, spiece, RECORD, ids)
     assert not (tmp_path / "wrong").exists() and (tmp_path / ".wrong.partial").exists()
     monkeypatch.undo()
     other = load_tokenizer(train(tmp_path, model_type="bpe"))
     monkeypatch.setattr(export_module, "export_tokenizer", lambda to, _, size: export_tokenizer(to, other, size))
     with pytest.raises(UserError, match="does not give the ids"):
-        export(tmp_path / "other", COLA, weights, spiece, RECORD, ids)
+        export(tmp_path / "other", COLA, tensors, spiece, RECORD, ids)
 
 
 def test_what_is_no_export_or_no_longer_one_is_refused_by_name(tmp_path, spiece):
     folder = tmp_path / "folded"
-    export(folder, COLA, trained(COLA, ROWS).state_dict(), spiece, RECORD)
+    export(folder, COLA, weights(trained(COLA, ROWS)), spiece, RECORD)
     with pytest.raises(UserError, match=r"has no config\.json.*Name a folder that an export wrote.*for a checkpoint"):
         open_folder(tmp_path)
     sound, config = load_file(folder / WEIGHTS), json.loads((folder / "config.json").read_text())

@@ -45,7 +45,7 @@ def closed_form(backbone: str, scale: str, seq_len: int) -> float:
 @pytest.mark.parametrize(("backbone", "words"), [
     ("full", "scale=tiny backbone=full"),
     ("lowrank", "scale=tiny backbone=lowrank dlr=on train.seq_len=1024"),
-    ("cola", "scale=tiny backbone=cola dlr=on dlr.impl=branch"),
+    ("cola", "scale=tiny backbone=cola dlr=on"),
     ("cola", "scale=tiny backbone=cola dlr=learnable_alpha train.activation_checkpointing=block"),  # not again
     ("no_b", "scale=tiny backbone=cola dlr=no_b"),
     ("lost", "scale=1b backbone=lost dlr=on"),

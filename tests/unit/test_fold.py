@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
-from dlr_pretrain.models import build, fold_
-from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.models import build
+from dlr_pretrain.models.adapter import load_, split
+from dlr_pretrain.models.layer import named_layers
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.models.residual import MergedResiduals
+from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from tests.conftest import main_of, saved
 from tests.parity.reference import CPU, VOCAB, r_transposed, small
@@ -40,7 +42,7 @@ def facts(folder) -> dict:
     return json.loads((folder / "fold.json").read_text())
 
 
-def test_a_checkpoint_tells_its_own_evaluation_or_none_and_what_is_not_sound_is_named(train, tmp_path, fold):
+def test_a_checkpoint_tells_its_own_evaluation_or_none(train, tmp_path, fold):
     run_dir = train(tmp_path / "run", "train.steps=8", "eval.every=4", "checkpoint.every=7")
     for step in (7, 8):
         assert fold(run_dir / "checkpoints" / f"step_{step:08d}", "--output", tmp_path / f"{step}")[0] == 0
@@ -64,9 +66,12 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none_and_what_is_not_sound_is_
     assert "fails its checksum" in fold(checkpoint)[2]
 
 
-def add_copies(linear, inputs, y):
-    d_out, rank = linear.weight.shape
-    return y + inputs[0] @ r_transposed(d_out, rank).T / math.sqrt(math.ceil(d_out / rank))
+def add_copies(layer, expand, z):
+    """The outputs of a layer, with beta R^T z added entry by entry."""
+    d_out, rank = layer.parts["b"].shape
+    r, beta = r_transposed(d_out, rank), 1 / math.sqrt(math.ceil(d_out / rank))
+    padded = F.pad(r, (0, 0, 0, layer.spec.pad_out - d_out))
+    return tuple(y + beta * z_p @ padded.T for y, z_p in zip(expand(z), z.unbind(-2), strict=True))
 
 
 def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path, fold, monkeypatch):
@@ -77,17 +82,16 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path,
     rows = validation_set(few, open_source(few), load_tokenizer(run_dir / "tokenizer"))
     ids, targets = inputs_and_targets(torch.from_numpy(rows.tokens), torch.from_numpy(rows.lengths))
     scored = targets != -100
-    before = Llama(cfg, 120, grouped=False)
+    before = Llama(cfg, 120)
     before.load_state_dict({n: t for n, t in saved(checkpoint).items() if n in before.state_dict()})
-    for name, module in before.named_modules():
-        if name.endswith(".b"):
-            module.register_forward_hook(add_copies)
+    for _, layer in named_layers(before):
+        layer.expand = partial(add_copies, layer, layer.expand)
     for form in ((), ("--dense",), ("--dtype", "bfloat16")):
         folder = tmp_path / f"folded{form}"
         assert fold(checkpoint, "--tokens", 300, "--output", folder, *form)[0] == 0
         written, found = load_file(folder / FILE), facts(folder)
-        after = Llama(replace(cfg, backbone=small("full").backbone) if "--dense" in form else cfg, 120, grouped=False)
-        after.load_state_dict({name: t.float() for name, t in written.items()})
+        after = Llama(replace(cfg, backbone=small("full").backbone) if "--dense" in form else cfg, 120)
+        load_(after, {name: t.float() for name, t in written.items()})
         assert not scored.all() and found["fold/targets"] == scored.sum().item() > 200
         with torch.no_grad():
             logits = {when: model.logits(ids)[scored] for when, model in (("before", before), ("after", after))}
@@ -100,20 +104,19 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path,
         assert found["fold/parameters_after"] == sum(t.numel() for t in written.values()) and found["step"] == 3
         assert "| fold/perplexity_after |" in (folder / "README.md").read_text()
 
-    def wrong(model, tensors):
-        return {n: 1.001 * t if n.endswith("o_proj.b.weight") else t for n, t in folded_state(model, tensors).items()}
+    def wrong(cfg, tensors):
+        return {n: 1.001 * t if n.endswith("o_proj.b.weight") else t for n, t in folded_tensors(cfg, tensors).items()}
 
-    folded_state = fold_module.folded_state
-    monkeypatch.setattr(fold_module, "folded_state", wrong)
+    folded_tensors = fold_module.folded_tensors
+    monkeypatch.setattr(fold_module, "folded_tensors", wrong)
     said = fold(checkpoint)[2]
     assert "does not compute what was trained" in said and "weights identical             False" in said
     assert not (run_dir / "folded_step_00000003").exists()
 
 
 @pytest.mark.parametrize(("backbone", "given"), [
-    ("cola_lax", ("precision=bf16_mixed", "dlr.learn_alpha=true", "dlr.impl=branch")),
+    ("cola_lax", ("precision=bf16_mixed", "dlr.learn_alpha=true")),
     ("lowrank", ("precision=bf16", "data.mask_documents=true", "eval.packing=packed")),
-    ("cola", ("precision=fp32", "dlr.impl=branch")),
 ])  # fmt: skip
 def test_training_and_the_folded_model_are_equal_bit_for_bit(train, tmp_path, fold, backbone, given):
     run_dir = train(tmp_path / "run", "dlr=on", "train.steps=3", "train.lr=0.1", f"backbone={backbone}", *given)
@@ -125,17 +128,15 @@ def test_training_and_the_folded_model_are_equal_bit_for_bit(train, tmp_path, fo
     assert own.keys() == again.keys() and all(torch.equal(own[n], again[n]) for n in own)
     assert own["lm_head.weight"].dtype == (torch.bfloat16 if "precision=bf16" in given else torch.float32)
     found = facts(run_dir / "folded_step_00000003")
-    same = None if "dlr.impl=branch" in given else True  # a run of branches has no weights to compare
-    assert found["fold/weights_identical"] is same
-    if same:  # the branch rounds otherwise, the folded weights not at all
-        assert found["fold/logits_mean_relative_error"] < 0.05
+    assert found["fold/weights_identical"] is True
+    assert found["fold/logits_mean_relative_error"] < 0.05  # the branch rounds otherwise
     assert found["fold/perplexity_after"] == pytest.approx(found["fold/perplexity_before"], rel=0.02)
     learned = 14 if "dlr.learn_alpha=true" in given else 0
     assert found["fold/parameters_before"] - found["fold/parameters_after"] == learned
 
 
 @pytest.mark.parametrize("backbone", ["lora", pytest.param("sltrain", marks=pytest.mark.full)])
-def test_a_merge_at_the_end_of_a_run_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone):
+def test_a_merge_at_the_end_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone):
     layer = importlib.import_module(f"dlr_pretrain.models.{backbone}").BACKBONE
     given = (f"backbone={backbone}", "precision=bf16", "train.steps=4", "train.lr=1e-2", "train.warmup_steps=0")
     train(tmp_path / "right", *given)
@@ -168,16 +169,15 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
 def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words):
     cfg = small(backbone, *words)
     model = build(cfg, VOCAB, CPU).double().requires_grad_(False)
-    for p in model.parameters():
+    for p in split(model, dict(model.named_parameters())).values():
         p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
-    with MergedResiduals(model).active():
-        trained = model.logits(ids)
-    if residuals(model):
-        fold_(model)
-    own, tensors = deployed(cfg, model.state_dict(), merge)
+    tensors = fold_module.folded_tensors(cfg, model.state_dict())
+    branch_(model, cfg.dlr)
+    trained = model.logits(ids)
+    own, tensors = deployed(cfg, tensors, merge)
     plain = Llama(small("full"), VOCAB).double()
-    plain.load_state_dict(tensors)
+    load_(plain, tensors)
     assert own.backbone.name == "full"
     torch.testing.assert_close(plain.logits(ids), trained, rtol=1e-11, atol=1e-11)
 
@@ -187,10 +187,10 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
     model = build(cfg, VOCAB, CPU, torch.bfloat16).requires_grad_(False)
     for p in model.parameters():
         p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    _, tensors = deployed(cfg, model.state_dict(), merge=True)
-    p = model.model.layers[1].mlp.up_proj
-    exact = 0.3 * (p.b.weight.double() @ p.a.weight.double())
-    found = tensors["model.layers.1.mlp.up_proj.weight"]
+    own, name = split(model, model.state_dict()), "model.layers.1.mlp.up_proj"
+    _, tensors = deployed(cfg, own, merge=True)
+    exact = 0.3 * (own[f"{name}.b.weight"].double() @ own[f"{name}.a.weight"].double())
+    found = tensors[f"{name}.weight"]
     assert found.dtype == torch.bfloat16
     half = 0.502 * torch.finfo(torch.bfloat16).eps * exact.abs()  # and fp32's own, where terms cancel
     assert ((found.double() - exact).abs() <= half + 1e-5).all()
@@ -199,4 +199,5 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
 @pytest.mark.parametrize("backbone", ["cola", "lost", "cola_lax"])
 def test_layers_that_are_no_matrix_are_not_merged(backbone):
     with pytest.raises(UserError, match=r"layers are not a single matrix: they cannot be merged"):
-        deployed(small(backbone), build(small(backbone), VOCAB, CPU).state_dict(), merge=True)
+        model = build(small(backbone), VOCAB, CPU)
+        deployed(small(backbone), split(model, model.state_dict()), merge=True)

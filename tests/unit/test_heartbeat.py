@@ -76,7 +76,7 @@ def test_the_directory_of_a_dead_process_is_taken_over(tmp_path):
 
 
 @pytest.mark.parametrize("age", [-7000.0, 0.2, 7000.0])  # the clocks of machines differ
-def test_that_of_another_machine_is_taken_over_if_it_is_not_renewed(tmp_path, capsys, age):
+def test_a_beat_of_another_machine_that_stops_is_taken_over(tmp_path, capsys, age):
     write_beat(tmp_path, time.time() - age)
     with take(tmp_path):
         assert beat(tmp_path)["pid"] == os.getpid()
@@ -84,7 +84,7 @@ def test_that_of_another_machine_is_taken_over_if_it_is_not_renewed(tmp_path, ca
 
 
 @pytest.mark.parametrize("skew", [-7000.0, 7000.0])
-def test_a_holder_on_another_machine_that_renews_its_beat_is_respected(tmp_path, monkeypatch, skew):
+def test_a_beat_of_another_machine_that_goes_on_is_respected(tmp_path, monkeypatch, skew):
     times, read = iter(range(9)), module.read_beat
 
     def renewed(*of):
@@ -99,7 +99,7 @@ def test_a_holder_on_another_machine_that_renews_its_beat_is_respected(tmp_path,
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a refused start keeps nothing locked
 
 
-def test_a_file_lock_that_another_machine_left_behind_is_not_broken(tmp_path):
+def test_a_file_lock_of_another_machine_is_not_broken(tmp_path):
     write_beat(tmp_path, time.time())
     with open(tmp_path / ".beats" / "0") as left:
         fcntl.flock(left, fcntl.LOCK_EX)
@@ -135,7 +135,7 @@ def test_a_damaged_beat_is_nobody_s(tmp_path):
             own.require_held()
 
 
-def test_a_renewal_that_fails_is_followed_by_the_next_and_no_reader_sees_half_of_one(tmp_path, monkeypatch):
+def test_a_renewal_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL", 0)
     real, calls = os.pwrite, 0
 
@@ -154,7 +154,7 @@ def test_a_renewal_that_fails_is_followed_by_the_next_and_no_reader_sees_half_of
     assert calls > 6
 
 
-def test_a_rank_that_cannot_connect_ends_before_its_first_step_and_one_that_waits_does_not(tmp_path, monkeypatch):
+def test_a_rank_that_cannot_connect_ends_before_its_first_step(tmp_path, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(module, "exit_process", lambda error, say: ended.set() if "no step for" in str(error) else None)
     own = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=100)))

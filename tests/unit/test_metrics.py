@@ -23,7 +23,7 @@ def steps(path) -> list[int]:
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "train/lo', '{"step": 6}', "\x00\x00\x00"])
-def test_a_resume_cuts_what_lies_beyond_its_checkpoint_and_goes_on(tmp_path, torn):
+def test_a_resume_cuts_what_lies_beyond_its_checkpoint(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
     with MetricsFile(path) as file:
@@ -50,7 +50,7 @@ def test_numbers_come_back_as_they_were(tmp_path):
     assert back == record | {"a": None, "b": None}  # JSON has no such numbers
 
 
-def test_lines_that_a_full_disk_did_not_take_are_written_when_there_is_room(tmp_path):
+def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
     class Disk:
         room = 9
 
@@ -90,7 +90,7 @@ def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
     assert steps(tmp_path / "metrics.jsonl") == list(range(1, 3001))
 
 
-def test_metrics_are_due_in_order_after_their_lag_and_everything_when_asked():
+def test_metrics_are_due_in_order_after_their_lag():
     pending = Pending(torch.device("cpu"))
     values = Outcome(1.5, 2.0, 0.0, 0.0, 2.0**40 + 1, 0.0)
     sent = Outcome(*(torch.tensor(value, dtype=torch.float64) for value in values))
@@ -103,7 +103,7 @@ def test_metrics_are_due_in_order_after_their_lag_and_everything_when_asked():
     assert seen == [[], [], [1], [2, 3, 4], []]
 
 
-def test_speed_is_that_of_the_last_steps_without_the_first_ones_and_pauses(monkeypatch):
+def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
     now = 100.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.global_batch=8", "train.seq_len=8"])

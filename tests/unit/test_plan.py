@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
 from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import build, dlr
+from dlr_pretrain.models import build
 from tests.conftest import main_of
 from tests.parity.test_starts import COUNTS
 
@@ -27,7 +25,7 @@ def config(*words: str, ranks: int = 1) -> Config:
     return load([*words, *(["data=sample"] if "data=sample" not in words else [])], ranks, machine=False)
 
 
-def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
+def test_the_folded_model_has_no_strengths_and_no_factors():
     """learned alphas are gone, B that was frozen is a weight, LoRA and SLTrain are plain LLaMAs"""
     (plain, *_), (dense, *_), of_b = COUNTS["cola"], COUNTS["full"], 8 * 128 * (5 * 512 + 2 * 1376)
     for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - of_b)):
@@ -62,12 +60,10 @@ def test_the_count_is_what_the_allocator_hands_out(words):
     model = build(cfg, 500, torch.device("cpu"))
     counted = step_bytes(build(cfg, 500, torch.device("meta")), 2, 64, held=False)
     ids = torch.zeros(2, 64, dtype=torch.int64)
-    residual = functools.partial(dlr.active, model) if cfg.dlr.enabled else nullcontext
-    with residual():
-        model(ids, ids).backward()  # what the first call alone allocates
+    model(ids, ids).backward()  # what the first call alone allocates
     model.zero_grad()
     gc.collect()  # or old memory is let go of in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record, residual():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         ids = torch.zeros(2, 64, dtype=torch.int64)
         loss = model(ids, ids)
         with record_function("backward starts"):
@@ -100,7 +96,7 @@ def test_what_precision_and_ranks_add():
     assert parts("precision=bf16_mixed") == (2, 4, 6, 8)
 
 
-def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
+def test_the_command_prints_json_with_stable_keys(capsys):
     assert main_of("plan", "scale=130m", "+backbone=cola", "+dlr=on", "--gpus", "16", "--json") == 0
     done = capsys.readouterr()
     found = json.loads(done.out)

@@ -18,7 +18,7 @@ PROFILE = ("profile=on", "profile.start=2", "profile.steps=3")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_training_is_the_same_and_every_rank_leaves_a_trace_that_names_its_parts(words, tmp_path, ranks):
+def test_every_rank_leaves_a_trace_and_trains_the_same(words, tmp_path, ranks):
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     forked(words(f"run.dir={plain}", *COMMON), ranks)
     forked(words(f"run.dir={profiled}", *COMMON, *PROFILE), ranks)

@@ -53,7 +53,7 @@ def test_two_ranks_agree_on_results_errors_and_stops():
     (("backbone=cola", "backbone=full"), "backbone.name: {} on rank 0, {} on rank 1"),
     (("cpu", "meta"), "the device that was found: {} on rank 0, {} on rank 1"),
 ], ids=["a choice with other keys", "a device"])  # fmt: skip
-def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_path, monkeypatch, of_each, named):
+def test_ranks_that_differ_in_a_key_or_device_are_refused(words, tmp_path, monkeypatch, of_each, named):
     def act() -> None:
         own = of_each[rank := int(os.environ["RANK"])]
         if "=" not in own:
@@ -69,7 +69,7 @@ def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["text.open_source", "run.build_weights", "weights.Gradients.add"])
+@pytest.mark.parametrize("stage", ["text.open_source", "run.new_model", "update.Update.step"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     before = signal.getsignal(signal.SIGTERM)
 
@@ -77,7 +77,7 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except Stopped as error:
-            if stage == "weights.Gradients.add":  # as a compiler does in the first step
+            if stage == "update.Update.step":  # as a compiler does in the first step
                 raise RuntimeError("backend='inductor' raised") from error
             raise
         pytest.fail("the stage goes on")
@@ -100,7 +100,7 @@ def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 7
 
 
-def test_a_report_that_fails_fails_no_run_and_one_that_is_missing_is_written(words, tmp_path, no_export, capsys):
+def test_a_report_that_fails_fails_no_run(words, tmp_path, no_export, capsys):
     def fails(_run_dir: Path) -> None:
         raise RuntimeError("no such colour")
 

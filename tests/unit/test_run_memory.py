@@ -17,7 +17,7 @@ from dlr_pretrain.train.update import USABLE, Update, explain_out_of_memory, res
 from dlr_pretrain.util.errors import UserError
 
 
-def test_auto_is_what_the_rank_with_the_least_room_takes_and_stays(words, tmp_path, monkeypatch):
+def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkeypatch):
     """Of two ranks with 4 sequences each, at 100 bytes a sequence and 50 beside them."""
     cfg, room = load(words("train.micro_batch=auto"), 2), [470.0, 299.0]
     (tmp_path / "manifest.json").write_text('{"identity": {}, "starts": []}')
@@ -47,7 +47,7 @@ def test_auto_is_what_the_rank_with_the_least_room_takes_and_stays(words, tmp_pa
     assert cfg.micro_batch(2) == 4  # of a plan and on a CPU: by the scale
 
 
-def test_a_run_asks_the_plan_and_takes_auto_unless_told_otherwise(words, tmp_path, monkeypatch):
+def test_a_run_takes_auto_of_the_plan_unless_told_otherwise(words, tmp_path, monkeypatch):
     class Asked(Exception):
         pass
 
@@ -84,7 +84,7 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
     (MemoryError("Unable to allocate 479. GiB for an array with shape (1000000000, 257)"), UserError),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
 ])  # fmt: skip
-def test_out_of_memory_says_what_helps_also_where_a_rank_fails_alone(error, kind, words, capfd):
+def test_out_of_memory_says_what_helps(error, kind, words, capfd):
     rank_1 = SimpleNamespace(rank=1, world_size=2, is_main=False)
     with pytest.raises(kind) as caught, explain_out_of_memory(load(words(), 2), rank_1):
         raise error

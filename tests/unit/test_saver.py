@@ -49,7 +49,7 @@ def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_what_would_keep_the_first_save_from_the_disk_is_told_before_the_first_step(tmp_path, words):
+def test_what_would_keep_a_save_from_the_disk_is_told_first(tmp_path, words):
     def act():
         with Ranks(load_config(words(), 2)) as ranks, pytest.MonkeyPatch.context() as patch:
             with pytest.raises(UserError, match=r"a checkpoint takes 1e\+06 GB, and .* are free\. Free space"):
@@ -63,9 +63,7 @@ def test_what_would_keep_the_first_save_from_the_disk_is_told_before_the_first_s
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_what_is_saved_is_what_was_there_when_it_was_asked_for_and_a_save_waits_for_the_one_before(
-    tmp_path, monkeypatch
-):
+def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     opened, write, given = threading.Event(), checkpoint.write_part, snapshot(1)
     monkeypatch.setattr(checkpoint, "write_part", lambda *rest: opened.wait(600) and write(*rest))
     update_record(tmp_path, {"identity": {"seed": 1}})
@@ -81,7 +79,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for_and_a_save_waits_
     assert read_record(tmp_path)["saved"] == 2 and load(saving.root / "step_00000002").state["identity"] == {"seed": 1}
 
 
-def test_a_save_that_never_succeeds_ends_with_the_reason_and_leaves_no_parts(tmp_path, monkeypatch, capsys):
+def test_a_save_that_never_succeeds_ends_with_the_reason(tmp_path, monkeypatch, capsys):
     def filling(folder, *_):
         (folder / "part").touch()
         full_disk()
@@ -98,7 +96,7 @@ def test_a_save_that_never_succeeds_ends_with_the_reason_and_leaves_no_parts(tmp
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, UserError], ids=["a rank is lost", "the run was taken over"])
-def test_what_forbids_a_save_reaches_the_caller_as_it_is_and_nothing_counts_as_saved(tmp_path, kind):
+def test_what_forbids_a_save_reaches_the_caller_as_it_is(tmp_path, kind):
     """At once: only a disk may take a later attempt. What the run's new holder is writing stays."""
 
     def refuse(*_):
@@ -128,9 +126,7 @@ def test_a_fault_that_is_not_the_disks_is_not_tried_again(tmp_path, monkeypatch)
 
 @pytest.mark.usefixtures("no_export")
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_disk_that_is_full_for_a_while_ends_no_run_and_a_stop_meanwhile_is_one(
-    train, tmp_path, monkeypatch, capsys, stops
-):
+def test_a_disk_that_is_full_for_a_while_ends_no_run(train, tmp_path, monkeypatch, capsys, stops):
     write, attempts = checkpoint.write_part, itertools.count(1)
 
     def filling(folder, *rest):

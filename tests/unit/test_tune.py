@@ -63,7 +63,7 @@ def test_ties_are_called_differences_as_often_as_the_level_says():
     assert 0.027 < called / 800 < 0.073  # 5 % and three standard errors
 
 
-def test_fresh_seeds_are_reported_and_choose_nothing_and_one_that_diverges_decides_nothing():
+def test_fresh_seeds_are_reported_and_choose_nothing():
     design = TWO | {"seeds": [1], "fresh": [7, 8]}
     grid = trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0))
     fresh = trials(design | {"rates": [0.003]}, lambda m, lr, s: (-9.0, 2.0 + s), [7, 8])
@@ -79,7 +79,7 @@ def test_fresh_seeds_are_reported_and_choose_nothing_and_one_that_diverges_decid
     assert tune.methods_table(found).frame.Better[1] == f"not decided: one: {reason}; two: {reason}"
 
 
-def test_intervals_are_the_textbooks_and_those_of_several_methods_hold_together():
+def test_intervals_are_the_textbooks():
     """Of four methods three intervals are as wide as one of 1 - 5 % / 3."""
     found = tune.estimate([2.0, 4.0, 9.0], 0.95)
     reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
@@ -91,7 +91,7 @@ def test_intervals_are_the_textbooks_and_those_of_several_methods_hold_together(
     assert "not decided: one seed" in tune.methods_table(found).frame.Better[1]
 
 
-def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tmp_path):
+def test_the_files_hold_the_numbers_of_diverged_runs_too(tmp_path):
     def loss(method, lr, seed):
         level, scatter = (bowl(0.01, lr), 1e-3) if method == "one" else (bowl(0.003, lr) - 0.05, 2e-3)
         return None if (method, lr, seed) == ("two", 0.01, 3) else (level, level + seed * scatter)
@@ -217,7 +217,7 @@ def test_a_run_that_failed_is_no_result(command, trained):
     assert command(*grid)["chosen"]["cola"]["lr"] == 0.003
 
 
-def test_runs_that_read_another_text_or_tokenizer_are_not_compared(command, trained, capsys):
+def test_runs_of_another_text_or_tokenizer_are_not_compared(command, trained, capsys):
     trained.changes = 1
     assert command(*PAIR, "train.lr=0.003", "seed=41,42", code=EXIT_FAILED) == {}
     assert "tokenizer.pieces of" in capsys.readouterr().err and len(trained) == 2  # of four

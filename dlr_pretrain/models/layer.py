@@ -1,0 +1,186 @@
+"""The linear layers of a block: projections of one shape that read the same input (q, k and v; gate and up; o; down).
+
+A layer is an ordinary module. Its parameters are *fused*: each holds the tensors of all projections, one below the
+other. ``adapter.split`` cuts them into the tensors of an exported model. Widths that are slow on tensor cores, such as
+5461, are padded inside the parameters with zeros. Gradients there are exactly zero, so the padding stays zero.
+
+A backbone is a subclass of ``Layer``. It declares its parameters, their initial values, and the formula of the layer
+in two halves: ``latent(x, carried) -> (z, carried)`` and ``expand(z) -> y``. In ``LowRank`` layers z is the vector that
+B multiplies. A dense layer is all in the second half.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import named_generator
+
+INIT_STD = 0.02  # of dense weights
+ALIGNMENT = 8  # widths of fast products are multiples of this
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a block requires of a layer: its projections' names and common shape, and the index of the block.
+
+    ``pad_in`` and ``pad_out`` are the widths of the activations, at least ``d_in`` and ``d_out``; the rest is zero.
+    ``alignment`` is 1 where nothing is to be padded.
+    """
+
+    names: tuple[str, ...]
+    d_in: int
+    d_out: int
+    pad_in: int
+    pad_out: int
+    block: int
+    alignment: int = ALIGNMENT
+
+
+class Part(NamedTuple):
+    """What a fused parameter is in one projection: the exported name, and the shape without padding."""
+
+    leaf: str
+    shape: tuple[int, ...]
+
+
+class SeededInit:
+    """Initial values that depend on (seed, exported name) alone, not on device, number of ranks or backbone."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+        """A CPU fp32 tensor of independent N(0, std^2) values."""
+        return torch.randn(shape, generator=self.generator(name)) * std
+
+    def uniform(self, name: str, shape: tuple[int, ...], bound: float) -> Tensor:
+        """A CPU fp32 tensor of independent values between -bound and bound."""
+        return (torch.rand(shape, generator=self.generator(name)) * 2 - 1) * bound
+
+    def kaiming(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A weight [d_out, d_in] of independent values between -1/sqrt(d_in) and 1/sqrt(d_in)."""
+        return self.uniform(name, shape, shape[1] ** -0.5)
+
+    def generator(self, name: str) -> torch.Generator:
+        return named_generator(self.seed, name)
+
+
+class Layer(nn.Module, ABC):
+    """G projections of one shape that read the same input; the base of every backbone.
+
+    A subclass declares its parameters by ``fuse``, draws their initial values (``initial``), and computes the layer in
+    two halves (``latent``, ``expand``). ``options`` holds the keys of ``backbone``.
+    """
+
+    deployed_dense = False  # whether the layer is deployed as the weights of ``dense``, in a plain LLaMA
+
+    def __init__(self, spec: Spec, options: Any):
+        super().__init__()
+        self.spec, self.options, self.count = spec, options, len(spec.names)
+        self.parts: dict[str, Part] = {}
+
+    def fuse(
+        self,
+        name: str,
+        leaf: str,
+        shape: tuple[int, ...],
+        padded: tuple[int, ...] | None = None,
+        trained: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the parameter ``name``: the tensors ``leaf`` of all projections, each padded from ``shape``.
+
+        With an integer ``dtype`` it is a buffer.
+        """
+        rows, *others = padded or shape
+        value = torch.zeros(self.count * rows, *others, dtype=dtype)
+        if value.is_floating_point():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=trained))
+        else:
+            self.register_buffer(name, value)
+        self.parts[name] = Part(leaf, shape)
+
+    @abstractmethod
+    def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
+        """The initial values of the projection with the exported ``name``, by their leaves."""
+
+    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [..., pad_in] -> the input of ``expand``, and the tensor for the same layer of the next block (or None)."""
+        return x, None
+
+    @abstractmethod
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        """The latent -> one [..., pad_out] per projection."""
+
+    def dense(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their leaves.
+
+        It is formed in fp32 (fp64 for fp64) and rounded once. Raises UserError if a projection is not a single matrix.
+        """
+        raise UserError(f"{type(self).__name__} layers are not a single matrix: they cannot be merged into dense ones")
+
+    def each(self, fused: Tensor) -> Tensor:
+        """[G n, ...] -> [G, n, ...]."""
+        return fused.unflatten(0, (self.count, -1))
+
+    def shared(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., d_in], weight [G d_out, d_in] -> [..., G, d_out]: one product for all projections.
+
+        ``train.activation_checkpointing=latent`` keeps such products, the only ones in a block that are not batched.
+        """
+        y = x.flatten(0, -2) @ weight.T
+        return y.view(*x.shape[:-1], self.count, -1)
+
+    def batched(self, z: Tensor, *weights: Tensor) -> Tensor:
+        """z [..., G, width], weights [G d_out, r_1], [G d_out, r_2], ... -> [G, ..., d_out].
+
+        Each projection reads its own input. Several weights stand side by side, along the input.
+        """
+        rows, matrices = z.flatten(0, -3), [self.each(weight) for weight in weights]
+        if torch.is_grad_enabled():  # Dynamo (torch 2.13) fails on autograd functions without
+            y = _Batched.apply(rows, *matrices)
+        else:
+            y = torch.bmm(rows.transpose(0, 1), _side_by_side(matrices, rows.shape[-1]).mT)
+        return y.view(self.count, *z.shape[:-2], -1)
+
+
+class _Batched(torch.autograd.Function):
+    """z [N, G, width], weights [G, d_out, r_1], [G, d_out, r_2], ... -> [G, N, d_out], in one product.
+
+    Several weights are put side by side: this moves fewer bytes than adding their outputs, and the sum is rounded once.
+    The backward pass puts them together again, so that no second copy of them is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, z: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(z, *weights)
+        return torch.bmm(z.transpose(0, 1), _side_by_side(weights, z.shape[-1]).mT)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        z, *weights = ctx.saved_tensors
+        dz = torch.bmm(dy, _side_by_side(weights, z.shape[-1])).transpose(0, 1)
+        if not any(ctx.needs_input_grad[1:]):
+            return dz, *[None] * len(weights)
+        dw = torch.bmm(dy.mT, z.transpose(0, 1))
+        widths = [weight.shape[-1] for weight in weights]
+        return dz, *dw[..., : sum(widths)].split(widths, dim=-1)
+
+
+def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
+    """[G, d_out, r_1], [G, d_out, r_2], ... -> [G, d_out, width], filled up with zeros; one of that width as it is."""
+    missing = width - sum(weight.shape[-1] for weight in weights)
+    if len(weights) == 1 and not missing:
+        return weights[0]
+    return torch.cat((*weights, weights[0].new_zeros(*weights[0].shape[:-1], missing)), dim=-1)
+
+
+def named_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Layer))

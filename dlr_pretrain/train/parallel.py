@@ -1,0 +1,117 @@
+"""A model on many devices: replicated (DDP), or sharded by rows (``parallel=fsdp``).
+
+FSDP: each rank holds its rows of every parameter, gradient and moment; blocks are gathered as they run, the rest for
+the step. The sharded tensors are the state: under ``bf16_mixed`` fp32 rows, which are rounded when they are gathered.
+Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import WORKING_DTYPE, global_norm
+
+ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
+
+
+def shard_(model: Llama, precision: str) -> None:
+    """Leave on this rank its rows of the parameters of ``model``.
+
+    Gradients are summed over ranks, not averaged, because the loss is divided by the global count.
+    Creates a process group of a single rank if there is no process group.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # these imports take half a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = model.lm_head.weight.device
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one rank needs no network, and NCCL looks for one
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(WORKING_DTYPE[precision], cast_forward_inputs=False)
+    for module in (*model.model.layers, model):
+        shards = fully_shard(module, mesh=mesh, mp_policy=policy)
+        shards.set_gradient_divide_factor(1.0)
+        shards.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(model: Llama) -> bool:
+    return hasattr(model, "reshard")  # as an FSDPModule; its parameters are whole while it computes
+
+
+def replicated(model: Llama, world_size: int) -> Any:
+    """The module whose backward pass sums gradients over ranks: ``model`` itself if it is sharded, or alone.
+
+    DDP sums them in buckets, during the last backward pass of a step.
+    """
+    if world_size == 1 or is_sharded(model):
+        return model
+    buffers = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+    module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    module.register_comm_hook(None, _summed)
+    return module
+
+
+def summing(module: Any, last: bool) -> AbstractContextManager[None]:
+    """Within this context, backward passes sum gradients over ranks, if the micro-batch is the ``last`` of a step.
+
+    FSDP sums after every micro-batch.
+    """
+    return nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
+
+
+def clear_gradients(module: Any, parameters: Sequence[Tensor]) -> None:
+    """Clear those of ``parameters``, all of ``module``; module.zero_grad() would walk all modules."""
+    if isinstance(module, DistributedDataParallel):  # they are views of the buckets and must stay so
+        torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+    else:
+        for p in parameters:
+            p.grad = None
+
+
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """The l2 norm over all gradients; the same on all ranks."""
+    rows = [sharded.local_rows(g) for g in gradients if sharded.is_sharded(g)]
+    whole = [g for g in gradients if not sharded.is_sharded(g)]
+    if not rows:
+        return global_norm(whole)
+    square = sharded.summed_(global_norm(rows).square(), gradients[0])
+    return torch.sqrt(square + global_norm(whole).square() if whole else square)
+
+
+def release_(model: Llama) -> None:
+    """After an evaluation: FSDP's root would keep its gathered weights until a backward pass."""
+    if is_sharded(model):
+        model.reshard()  # type: ignore[operator]  # of FSDPModule
+
+
+def compile_(cfg: Config, model: Llama, world_size: int) -> None:
+    """Compile ``model`` in place: on one GPU as one graph, up to 350m, and otherwise block by block.
+
+    The backward pass of one graph yields all gradients at its end: ranks could not overlap their reduction with it.
+    Activation checkpointing recomputes block by block.
+    """
+    torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
+    alone = world_size == 1 and not is_sharded(model) and model.lm_head.weight.is_cuda
+    small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
+    # Without CUDA graphs, whose replays overwrite gradients that the sum over micro-batches still needs
+    mode = "max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None
+    model.compile_(alone and small and cfg.train.activation_checkpointing == "none", mode)
+
+
+def _summed(_, bucket):  # DDP refuses annotations that are strings
+    """Has DDP sum gradients, not average them: the loss is already divided by the global count of targets."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,134 @@
+"""The state of a run: its model, its optimizer, and a few counters. Where each precision keeps what:
+
+=============  =================  ============================  ======================
+precision      working weights    values (optimizer, checkpoint) gradients and moments
+=============  =================  ============================  ======================
+bf16           bf16               the working weights            bf16
+bf16_sr        bf16               the working weights            bf16, or moments in 8 bits; see ``optim.adamw``
+bf16_mixed     bf16               fp32 masters                   bf16 (fsdp: fp32); moments fp32
+fp32           fp32               the working weights            fp32
+=============  =================  ============================  ======================
+
+The model multiplies by the working weights. With DLR they are W = round(B + beta R^T), and the values hold B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.models import build
+from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models.pretrained import PretrainedFolder
+from dlr_pretrain.models.residual import Residuals, add_, entries
+from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.optim.build import build as build_optimizer
+from dlr_pretrain.train.checkpoint import Stored
+from dlr_pretrain.train.parallel import is_sharded, shard_
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint holds beside the tensors of model and optimizer."""
+
+    step: int = 0  # updates so far
+    tokens: int = 0  # positions so far, padding included
+    real_tokens: int = 0
+    streams: dict[str, list[int]] = field(default_factory=dict)  # the position in the data, none before the first batch
+    skipped: list[int] = field(default_factory=lambda: [0, 0, 0])  # see ``Guard``
+
+
+def new_model(
+    cfg: Config, ranks: Ranks, vocab_size: int, pretrained: PretrainedFolder | None = None, initialize: bool = True
+) -> Llama:
+    """The model of a run on this rank's device, with B in its weights; from ``pretrained`` or drawn from the seed.
+
+    Rank 0 draws the values (or decomposes them, for LOST) and sends them: other machines might round an SVD
+    differently. Without ``initialize`` there are no values yet, for a checkpoint to be loaded into. Under
+    ``parallel=fsdp`` this rank keeps its rows.
+    """
+    model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
+    if pretrained is not None and ranks.is_main:
+        pretrained.put_into_(model)
+        if cfg.dlr.enabled:  # training adds it again: the first forward pass multiplies by the weights of the folder
+            add_(model.state_dict(), model, cfg.dlr, share=-1.0)
+    if initialize:
+        ranks.broadcast(model.state_dict().values())
+    if cfg.parallel.name == "fsdp":
+        shard_(model, cfg.precision.name)
+    return model
+
+
+def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
+    """The optimizer of ``model``, which is given in the dtype of the state, and has its working weights afterwards."""
+    precision, dlr = cfg.precision.name, cfg.dlr
+    values = None
+    if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_sharded(model):
+        values = _masters_(model, WORKING_DTYPE[precision])
+    working = dict(model.named_parameters())
+    compiled = bool(cfg.compile)
+    residuals = None
+    if dlr.enabled and dlr.mode == "residual":
+        residuals = Residuals(model, dlr, values or working, compiled and model.lm_head.weight.is_cuda)
+    return build_optimizer(
+        cfg.optimizer,
+        working,
+        values=values,
+        residuals=residuals,
+        split=partial(split, model),
+        compiled=compiled,
+        rounding_seed=cfg.seed if precision == "bf16_sr" else None,
+    )
+
+
+@torch.no_grad()
+def _masters_(model: Llama, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters of ``model`` as they are, by name; the model itself is cast to ``dtype``."""
+    masters = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.data = masters[name].to(dtype)
+    return masters
+
+
+def saved_tensors(model: Llama, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, by name: the optimizer's ``values`` and the buffers of ``model``."""
+    return {**values, **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def load(model: Llama, optimizer: Optimizer, tensors: Mapping[str, Stored]) -> None:
+    """Load the tensors of a checkpoint of this model."""
+    with optimizer.taken_out() as values:
+        for name, value in saved_tensors(model, values).items():
+            sharded.local_rows(value).copy_(sharded.own_part(value, tensors[name]))
+
+
+@torch.no_grad()
+def folded(cfg: Config, model: Llama, optimizer: Optimizer, keep: bool) -> dict[str, Tensor]:
+    """The tensors to deploy, by their exported names, whole and on the host; empty unless ``keep``.
+
+    They are the working weights, or under ``bf16_mixed`` the fp32 masters with their residuals, of which the working
+    weights are the rounded values. All ranks must call. Raises RuntimeError if they differ by any bit.
+    """
+    if not (keep or is_sharded(model)):
+        return {}
+    working = dict(model.named_parameters())
+    tensors = {name: optimizer.values[name] for name in working}
+    if optimizer.has_masters and optimizer.residuals is not None:
+        tensors |= {name: tensors[name].clone() for name in entries(model, cfg.dlr)}
+        add_(optimizer.values | tensors, model, cfg.dlr)
+    for name, p in working.items():
+        if not torch.equal(sharded.local_rows(tensors[name]).to(p.dtype), sharded.local_rows(p)):
+            raise RuntimeError(f"{name}: the folded tensor is not the working weight")
+    tensors |= dict(model.named_buffers())
+    whole = ((name, sharded.gathered(tensors.pop(name))) for name in list(tensors))  # one at a time on the device
+    return split(model, {name: tensor.cpu() for name, tensor in whole if keep})
