@@ -23,7 +23,7 @@ from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.layer import named_layers
+from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import sync
@@ -140,8 +140,7 @@ def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         model = Llama(cfg, len(tensors["lm_head.weight"]))
     merged = dict(tensors)
     for path, layer in named_layers(model):
-        for projection in layer.spec.names:
-            name = f"{path.rpartition('.')[0]}.{projection}"
+        for name in projections(path, layer):
             own = {leaf: merged.pop(f"{name}.{leaf}") for leaf, _ in layer.parts.values()}
             merged[f"{name}.weight"] = layer.dense(own)
     return merged

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.layer import named_layers
+from dlr_pretrain.models.layer import named_layers, projections
 
 
 def split(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -23,10 +23,10 @@ def split(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if path not in layers:
             own[name] = tensor
             continue
-        layer, block = layers[path], path.rpartition(".")[0]
+        layer = layers[path]
         leaf, shape = layer.parts[fused]
-        for projection, rows in zip(layer.spec.names, layer.each(tensor).unbind(0), strict=True):
-            own[f"{block}.{projection}.{leaf}"] = rows[tuple(map(slice, shape))]
+        for projection, rows in zip(projections(path, layer), layer.each(tensor).unbind(0), strict=True):
+            own[f"{projection}.{leaf}"] = rows[tuple(map(slice, shape))]
     return own
 
 

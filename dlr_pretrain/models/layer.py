@@ -182,5 +182,11 @@ def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
     return torch.cat((*weights, weights[0].new_zeros(*weights[0].shape[:-1], missing)), dim=-1)
 
 
+def projections(path: str, layer: Layer) -> list[str]:
+    """The exported names of the projections of ``layer``, which is at ``path`` in its model."""
+    block = path.rpartition(".")[0]
+    return [f"{block}.{name}" for name in layer.spec.names]
+
+
 def named_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Layer))

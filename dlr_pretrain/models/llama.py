@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import adapter
-from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Layer, SeededInit, Spec, named_layers
+from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Layer, SeededInit, Spec, named_layers, projections
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import add_
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -249,8 +249,7 @@ class Llama(nn.Module):
                 module.weight.fill_(1.0)
         own = adapter.split(self, self.state_dict())
         for path, layer in named_layers(self):
-            for projection in layer.spec.names:
-                name = f"{path.rpartition('.')[0]}.{projection}"
+            for name in projections(path, layer):
                 for leaf, value in layer.initial(seeded, name).items():
                     own[f"{name}.{leaf}"].copy_(value)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain.models.layer import SeededInit
+from dlr_pretrain.models.layer import SeededInit, projections
 from dlr_pretrain.models.lora import Lora, merged
 from dlr_pretrain.util import sharded
 
@@ -27,14 +27,14 @@ class Relora(Lora):
         seed, the exported name and ``number`` alone.
         """
         w, a, b = (state[f"{path}.{name}"] for name in "wab")
-        block, rank, (first, end) = path.rpartition(".")[0], self.options.rank, sharded.span(w)
+        rank, (first, end) = self.options.rank, sharded.span(w)
         own_w, own_b, whole_a = sharded.local_rows(w), sharded.local_rows(b), self.each(sharded.gathered(a))
         new_a = torch.zeros(whole_a.shape)
-        for number_of, name in enumerate(self.spec.names):
+        for number_of, name in enumerate(projections(path, self)):
             top = number_of * self.spec.pad_out
             rows = slice(max(top, first) - first, max(min(top + self.spec.pad_out, end) - first, 0))  # of this rank
             own_w[rows] = merged(own_w[rows], own_b[rows], whole_a[number_of], self.scale)
-            drawn = seeded.kaiming(f"{block}.{name}.a.weight/{number}", (rank, self.spec.d_in))
+            drawn = seeded.kaiming(f"{name}.a.weight/{number}", (rank, self.spec.d_in))
             new_a[number_of, :, : self.spec.d_in] = drawn
         sharded.local_rows(a).copy_(sharded.own_part(a, new_a.flatten(0, 1)))
         own_b.zero_()

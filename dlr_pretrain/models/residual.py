@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.config.tree import Dlr
-from dlr_pretrain.models.layer import Layer, named_layers
+from dlr_pretrain.models.layer import Layer, named_layers, projections
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA, at_least_fp32, one_storage
 
@@ -66,8 +66,8 @@ def entries(model: nn.Module, dlr: Dlr) -> dict[str, Entries]:
     found: dict[str, Entries] = {}
     number = 0
     for path, layer in named_layers(model) if dlr.enabled else ():
-        (d_out, rank), block = layer.parts["b"].shape, path.rpartition(".")[0]
-        names = [f"{block}.{projection}" for projection in layer.spec.names]
+        d_out, rank = layer.parts["b"].shape
+        names = projections(path, layer)
         columns = [columns_of(dlr.grouping, name, d_out, rank, dlr.grouping_seed) for name in names]
         rows = [torch.arange(d_out) + layer.spec.pad_out * i for i in range(layer.count)]
         numbers = torch.arange(number, number + layer.count).repeat_interleave(d_out)
@@ -188,7 +188,7 @@ class _Storage:
             self.values[self.read_at], self.kept = self.kept, None
 
     def put_in(self) -> None:
-        self.take_out()  # of nothing, but after a second call in a row
+        self.take_out()  # does nothing, unless this is the second call in a row
         if self.learned is not None:
             self.betas = self.learned[self.projections] / self.divisors
         kept = self.add(self.weights, self.values, self.write_at, self.read_at, self.betas)
