@@ -64,7 +64,6 @@ def test_the_count_is_what_the_allocator_hands_out(words):
     model.zero_grad()
     gc.collect()  # or old memory is let go of in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        ids = torch.zeros(2, 64, dtype=torch.int64)
         loss = model(ids, ids)
         with record_function("backward starts"):
             pass
@@ -76,7 +75,8 @@ def test_the_count_is_what_the_allocator_hands_out(words):
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)
-    assert counted[:2] == pytest.approx((kept, peak), abs=500)
+    # The input is made before: the record counts the release of an older block only by chance.
+    assert counted[:2] == pytest.approx((kept + ids.nbytes, peak + ids.nbytes), abs=500)
 
 
 def test_what_precision_and_ranks_add():
