@@ -23,12 +23,15 @@ def main() -> int:
         process.ignore_stop_signals()
 
 
-def train(cfg: Config) -> None:
-    """Run one configuration. torch is imported only now, after the checks of the configuration."""
+def train(cfg: Config) -> float | None:
+    """Run one configuration; returns its last ``eval/loss``, by which a sweeper such as Optuna's chooses."""
     from dlr_pretrain.analysis.memory import planned_memory
     from dlr_pretrain.train.run import run
+    from dlr_pretrain.util.files import read_metrics
 
     run(cfg, report, planned_memory)
+    records = read_metrics(Path(str(cfg.run.dir), "metrics.jsonl"))
+    return next((record["eval/loss"] for record in reversed(records) if "eval/loss" in record), None)
 
 
 def report(run_dir: Path) -> None:

@@ -11,7 +11,9 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from dlr_pretrain.config.problems import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
@@ -43,17 +45,56 @@ def key(doc: str, default: object = MANDATORY, *, fixed: bool = False, **bounds:
 
 
 @dataclass
-class Choice:
-    """The chosen backbone or optimizer: its name, and the knobs that it has of its own."""
+class Options:
+    """What a backbone or an optimizer is set up by. Its YAML file names the class as ``_target_``.
 
-    name: str
-    knobs: dict[str, Any]
+    The class stands in the file that uses it, in this package or in a user's own. A field with a ``key``
+    is a key of the configuration, whose value is in the YAML file. What else stands here describes the kind.
+    """
 
-    def __getattr__(self, knob: str) -> Any:
-        try:
-            return self.__dict__["knobs"][knob]
-        except KeyError:
-            raise AttributeError(f"{self.__dict__.get('name')} has no knob {knob!r}") from None
+    name: str = key("name of the choice", fixed=True)
+    rank: int | None = None
+
+    def problems(self, cfg: Config) -> Iterator[Problem]:
+        """The rules of this option that a configuration with it breaks."""
+        yield from ()
+
+
+@dataclass
+class BackboneOptions(Options):
+    layer: ClassVar[Any]  # the class of the projections, a ``models.layer.Layer``
+    factorized: ClassVar[bool] = False  # y = B z: DLR can be attached
+    swiglu_silu: bool = True
+    merge_every: int | None = None  # updates between merges, after which the learning rate warms up again
+    restart_warmup: int = 0
+    exported: ClassVar[tuple[str, ...]]  # the keys that the exported layer takes, if there is one; not inherited
+    exported_layer: ClassVar[str] = ""  # its class, unless in ``deploy/modeling_lowrank_llama.py``
+
+
+class How(NamedTuple):
+    """How updates are computed: by compiled code, where they are not torch's kernels; and rounded by this seed."""
+
+    compiled: bool = False
+    rounding_seed: int | None = None  # None: to the nearest. Only for those that round stochastically
+
+
+@dataclass
+class OptimizerOptions(Options):
+    elementwise: ClassVar[bool] = False  # a fused parameter is as good as its parts
+    rounds_stochastically: ClassVar[bool] = False
+
+    @property
+    def restart_every(self) -> int | None:
+        """The updates between restarts, if the optimizer has a schedule of its own."""
+        return None
+
+    def rate(self, cfg: Config, update: int) -> float:
+        """The learning rate of update ``update``, from 0, by the schedule of its own."""
+        raise NotImplementedError
+
+    def build(self, parameters: dict[str, Any], how: How) -> list[Any]:
+        """Optimizers in the style of ``torch.optim``, of disjoint parts of the named ``parameters``."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -191,9 +232,9 @@ class Config:
     """A whole run, section by section."""
 
     scale: Scale
-    backbone: Choice
+    backbone: BackboneOptions
     dlr: Dlr
-    optimizer: Choice
+    optimizer: OptimizerOptions
     data: Data
     precision: Precision
     parallel: Parallel
@@ -222,11 +263,6 @@ class Config:
         """The steps over which the learning rate decays: as given, or all after the warm-up."""
         given = self.train.lr_decay_steps
         return self.train.steps - self.warmup_steps if given is None else given
-
-    @property
-    def own_schedule(self) -> bool:
-        """Whether the optimizer brings a schedule of its own (LORO's)."""
-        return self.optimizer.knobs.get("schedule") == "loro"
 
     @property
     def planned_vocab_size(self) -> int:
@@ -318,11 +354,11 @@ SECTIONS: dict[str, type] = {
     for name, hint in typing.get_type_hints(Config).items()
     if isinstance(hint, type) and dataclasses.is_dataclass(hint)
 }
-OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if section is Choice)
+OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if issubclass(section, Options))
 ROOT = dict(keys_of(Config))  # the keys without a section
-KEYS = ROOT | {  # all keys but the knobs of the open groups
+KEYS = ROOT | {  # all keys but those of the chosen backbone and optimizer
     f"{name}.{leaf}": found
     for name, section in SECTIONS.items()
-    if section is not Choice
+    if name not in OPEN_GROUPS
     for leaf, found in keys_of(section)
 }

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import GROUPS, ConfigError
+from dlr_pretrain.config import GROUPS, ConfigError, to_dict
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.config.problems import nearest, synonyms
 from dlr_pretrain.config.tree import KEYS
@@ -15,7 +15,7 @@ from dlr_pretrain.config.written import all_keys
 from tests.conftest import ROOT
 
 SETTABLE = {name: key.kinds() for name, key in KEYS.items() if not key.fixed}
-KNOWN = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}
+KNOWN = {*GROUPS, *all_keys(to_dict(load(["backbone=cola"], machine=False)))}
 
 
 def refusal(*words: str, ranks: int = 1) -> list[str]:
