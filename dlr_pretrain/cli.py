@@ -51,8 +51,17 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of ranks that torchrun started; raises UserError if its variables are not as torchrun sets them."""
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not given and tasks == "1":
+        return 1
+    rank, world = given.get("RANK", ""), given.get("WORLD_SIZE", "")
+    if rank.isdigit() and world.isdigit() and int(rank) < int(world) and given.get("LOCAL_RANK", "0").isdigit():
+        return int(world)
+    said = ", ".join(f"{name}={value}" for name, value in given.items()) or f"srun started {tasks} tasks"
+    fix = "Start ranks by torchrun --nproc-per-node <GPUs> train.py ..., under SLURM by slurm/train.sbatch"
+    raise UserError(f"{said}: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK together. {fix}; else unset them")
 
 
 def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> int:

@@ -74,8 +74,10 @@ def read(argv: list[str]) -> CommandLine:
     loose = []
     for word in rest:
         if word.startswith("-"):
-            fix = did_you_mean(word.lstrip("-").partition("=")[0], [*GROUPS, *KEYS], "See --help")
+            fix = did_you_mean(word.lstrip("-").partition("=")[0].replace("-", "_"), [*GROUPS, *KEYS], "See --help")
             line.problems.append(Problem(word, MISSING, "not a flag of this command", fix))
+        elif len(word.splitlines()) > 1:
+            line.problems.append(Problem(key_of(word), word.partition("=")[2], "holds a line break"))
         elif word.startswith("~") or ("=" in word and key_of(word)):
             _add(word, line)
         else:
@@ -278,6 +280,8 @@ def configure(
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
         cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
     found = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
+    if hydra.job.chdir:
+        found.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
     if found:
         raise ConfigError(found)
     return cfg

@@ -30,7 +30,6 @@ READ_IF: list[tuple] = [
       for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "cache")),
     ("data.held_out", "data.source", "local", "sample"),
     ("data.held_out", "data.validation_files", None),
-    ("data.mask_documents", "data.packing", "packed"),
     ("tokenizer.hub", "data.source", "local"),
     ("tokenizer.eos", "data.source", "local", "sample"),
     ("tokenizer.hub", "tokenizer.path", None),
@@ -69,6 +68,8 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             group, leaf = other.split(".")
             option = values[f"{group}.name" if leaf == "enabled" else other]
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={as_typed(option)}"
+    if name == "data.mask_documents" and "packed" not in (cfg.data.packing, cfg.eval.packing):
+        yield f"data.packing={cfg.data.packing} and eval.packing={cfg.eval.packing}"
     if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
     places = (cfg.data.root, cfg.data.train_files, cfg.data.validation_files)
@@ -157,6 +158,8 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
     elif t.lr_decay_steps is not None and (t.lr_decay_steps > after or t.lr_decay_steps == 1):
         rule = f"must be 0, or from 2 to {after}, the steps after the warm-up"
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
+    if t.stop_after is not None and t.stop_after > t.steps:
+        yield Problem("train.stop_after", t.stop_after, f"must be at most train.steps={t.steps}")
     if kept is not None and kept % every:
         fix = f"Try {max(1, round(kept / every)) * every}"
         yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)

@@ -82,7 +82,11 @@ def submit(
     # named by its content: another table must not overwrite the file that queued tasks will read
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     tasks = ",".join(str(run.number) for run in due) + (f"%{given.limit}" if given.limit else "")
-    own = [f"--array={tasks}", f"--job-name={name}", f"--output={folder}/%A_%a.log"]  # last, so that they hold
+    own = [
+        f"--array={tasks}",
+        f"--job-name={name}",
+        f"--output={str(folder).replace('%', '%%')}/%A_%a.log",
+    ]  # last, so that they hold
     here = Path.cwd()
     jobs = JOBS.relative_to(here) if JOBS.is_relative_to(here) else JOBS
     command = ["sbatch", "--parsable", *options, *own, f"{jobs}/array.sbatch", f"{folder}/runs.txt"]

@@ -41,7 +41,7 @@ class Options(AdamOptions):
     Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
     """
 
-    eps: float = key("added to the root of second moments", gt=0)
+    eps: float = key("added to the root of second moments", ge=1e-30)
     weight_decay: float = key("on every parameter, as in the paper", ge=0)
     elementwise = True
     rounds_stochastically = True

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dlr_pretrain.cli import world_size
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity, parse, to_dict
 from dlr_pretrain.config.command_line import check, options, read
 from dlr_pretrain.config.written import PATHS
+from dlr_pretrain.util.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
@@ -200,6 +202,25 @@ def test_a_mistake_is_answered_by_rank_0_alone(tmp_path):
         ranks = {"RANK": rank, "WORLD_SIZE": "2"}
         done = python(str(ROOT / "train.py"), "train.lrr=1", cwd=tmp_path, **ranks)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "abc"},
+        {"RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+    ],
+)
+def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="Start ranks by torchrun --nproc-per-node"):
+        world_size()
 
 
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
