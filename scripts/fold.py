@@ -29,9 +29,9 @@ def fold(given: argparse.Namespace) -> None:
     checkpoint = given.checkpoint.resolve()
     run = checkpoint.parent.parent
     if not (checkpoint.is_dir() and re.fullmatch(r"step_\d+", checkpoint.name)):
-        there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "none"
-        rule = f"is no checkpoint (in {checkpoint.parent}: {there})"
-        raise UserError(f"{checkpoint}: {rule}. Name one as <run>/checkpoints/step_00001000")
+        folder = next((f for f in (checkpoint / "checkpoints", checkpoint) if f.is_dir()), checkpoint.parent)
+        there = ", ".join(sorted(path.name for path in folder.glob("step_*"))) or "none"
+        raise UserError(f"{checkpoint}: is no checkpoint. Name one as {folder}/step_00001000 (there: {there})")
     if given.tokens is not None and given.tokens < 0:
         raise UserError(f"--tokens={given.tokens}: must be at least 0")
     forms = ["dense" if given.dense else "", given.dtype or ""]

@@ -77,7 +77,7 @@ def read(argv: list[str]) -> CommandLine:
             fix = did_you_mean(word.lstrip("-").partition("=")[0].replace("-", "_"), [*GROUPS, *KEYS], "See --help")
             line.problems.append(Problem(word, MISSING, "not a flag of this command", fix))
         elif len(word.splitlines()) > 1:
-            line.problems.append(Problem(key_of(word), word.partition("=")[2], "holds a line break"))
+            line.problems.append(Problem(key_of(word), repr(word.partition("=")[2]), "holds a line break"))
         elif word.startswith("~") or ("=" in word and key_of(word)):
             _add(word, line)
         else:

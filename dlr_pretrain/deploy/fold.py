@@ -73,12 +73,15 @@ def fold_checkpoint(
 def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
     """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
     few, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
-    source = open_source(few, version=record.get("data.version"))
+    without = "scripts/fold.py --tokens 0 folds without the text"
+    try:
+        source = open_source(few, version=record.get("data.version"))
+    except UserError as error:
+        raise UserError(f"{error}. {without}") from error
     trained = record.get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:  # its perplexity would not be the run's
         rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"
-        fix = "Bring the run's own back; scripts/fold.py --tokens 0 folds without it"
-        raise UserError(f"{source.describe()}: is another text by now, {rule}. {fix}")
+        raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back; {without}")
     return validation_set(few, source, load_tokenizer(run / "tokenizer"))
 
 

@@ -58,6 +58,8 @@ def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
             part |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
         try:
             tasks[name] = manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
+            for task in tasks[name].values():
+                len(task.eval_docs)  # is read when it is first asked for
         except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
             rule = f"its documents cannot be read from {data or 'the hub'}: {type(error).__name__}: {first_line(error)}"
             fix = "Name a folder that has <task>/<split>.jsonl with the hub's field names with --data"

@@ -52,8 +52,8 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none(train, tmp_path, fold):
     checkpoint, precious = run_dir / "checkpoints" / "step_00000008", tmp_path / "thesis"
     precious.mkdir()
     for words, reason in (
-        ([run_dir], "Name one as"),
-        ([checkpoint.with_name("step_00000009")], "checkpoints: step_00000007, step_00000008). Name one"),
+        ([run_dir], "(there: step_00000007, step_00000008)"),
+        ([checkpoint.with_name("step_00000009")], "(there: step_00000007, step_00000008)"),
         ([checkpoint, "--output", precious], "exists already. Move it away"),
     ):
         code, _, said = fold(*words)
@@ -157,7 +157,8 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
     said = fold(checkpoint)[2]
     assert "text: " in said and "is another text by now, data.shards=" in said and "--tokens 0 folds" in said
     shutil.rmtree(text)
-    assert fold(checkpoint)[0] == EXIT_FAILED
+    code, _, said = fold(checkpoint)
+    assert code == EXIT_FAILED and "data.train_files" in said and "--tokens 0 folds without the text" in said
     assert fold(checkpoint, "--tokens", 0)[0] == 0
 
 

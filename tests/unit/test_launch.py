@@ -106,7 +106,7 @@ def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path
 @pytest.mark.parametrize("end", ["\n", "\f", "\x85", "\u2028"])
 def test_a_value_with_a_line_break_is_refused_before_a_table_is_written(end):
     """Each line of the file that an array reads is one run."""
-    with pytest.raises(ConfigError, match="logger.notes.*holds a line break"):
+    with pytest.raises(ConfigError, match="holds a line break"):
         read_table(["scale=tiny", f"logger.notes=a{end}b"])
 
 
