@@ -5,7 +5,7 @@ pyarrow reads it in batches: ``datasets``' rows are several times slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -15,22 +15,27 @@ BATCH_ROWS = 256
 ARROW_FILE = b"ARROW1"  # begins a file, not a stream
 
 
-def texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[bytes | dict]:
+def path(text_key: str, fields: Collection[str]) -> Sequence[str]:
+    """The fields that lead to the text, each in the one before: ``text_key`` is one of ``fields``, or has a dot."""
+    return [text_key] if text_key in fields else text_key.split(".")
+
+
+def texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[bytes | None]:
     """The texts from row ``start`` on. Of the columns only the text's is read, and of parquet no row group before.
 
     Raises UserError if the column is missing, or holds something else in each row.
     """
-    batches: Any
+    batches: Any = _arrow_batches(stream) if kind == "arrow" else None
     if kind == "parquet":
         from pyarrow import parquet
 
         opened, group = parquet.ParquetFile(stream), 0
         while group < opened.num_row_groups and start >= (size := opened.metadata.row_group(group).num_rows):
             group, start = group + 1, start - size
-        columns = _columns(opened.schema_arrow.names, text_key)
+        names = opened.schema_arrow.names
+        column = path(text_key, names)[0]
+        columns = [column] if column in names else names  # all, so that the error tells of them
         batches = opened.iter_batches(BATCH_ROWS, row_groups=range(group, opened.num_row_groups), columns=columns)
-    else:
-        batches = _arrow_batches(stream)
     for batch in batches:
         if start < len(batch):  # an empty file may have a column of any type
             yield from _texts(address, batch.slice(start), text_key)
@@ -57,20 +62,14 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[Any]:
     return iter(pyarrow.ipc.open_stream(stream))
 
 
-def _columns(names: Sequence[str], text_key: str) -> Sequence[str]:
-    """The column that holds ``text_key``; all if there is none, so that the error tells of them."""
-    column = text_key if text_key in names else text_key.split(".")[0]
-    return [column] if column in names else names
-
-
-def _texts(address: str, batch: Any, text_key: str) -> Iterator[bytes | dict]:
+def _texts(address: str, batch: Any, text_key: str) -> Iterator[bytes | None]:
     """The texts of a batch. Raises UserError if its column holds something else, in each row."""
     import pyarrow
     from pyarrow import compute, types
 
     column, found = batch.to_struct_array(), f"its fields are {', '.join(batch.schema.names)}"
     rule, binary = f"{address}: has no text {text_key!r}", pyarrow.large_binary()
-    for name in [text_key] if text_key in batch.schema.names else text_key.split("."):
+    for name in path(text_key, batch.schema.names):
         if not types.is_struct(column.type) or column.type.get_field_index(name) < 0:
             raise UserError(f"{rule}: {found}. Set data.text_key to the field that holds the text")
         column = compute.struct_field(column, name)
@@ -87,4 +86,4 @@ def _texts(address: str, batch: Any, text_key: str) -> Iterator[bytes | dict]:
         elif types.is_nested(kind):
             fix = "Join each to one string before, as pyarrow.compute.binary_join(column, '\\n') does with lists"
         raise UserError(f"{rule}: {found}. {fix}")
-    yield from ({text_key: None} if value is None else value for value in values)
+    yield from values

@@ -1,7 +1,7 @@
-"""How documents lie in a file: JSON lines, text, parquet or arrow, plain or compressed, and what is none of these.
+"""What a file is: JSON lines, text, parquet or arrow, plain or compressed, or none of these.
 
 The first bytes of a file are looked at before it is read, because downloads and editors leave much behind that has the
-right name. Parquet, and JSON lines in gzip files, are read from near any row on; other files from their start.
+right name.
 """
 
 from __future__ import annotations
@@ -9,24 +9,19 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
 from typing import Any, BinaryIO
 
-from dlr_pretrain.data import columns, gunzip
-from dlr_pretrain.data.files import File, kept_beside, open_file
-from dlr_pretrain.data.utf8 import STRAYS, Decoder
+from dlr_pretrain.config.tree import Data
+from dlr_pretrain.data.files import File
 from dlr_pretrain.util.errors import UserError, first_line
 
-READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
 HEAD_BYTES = 512  # that are looked at
 BOM = b"\xef\xbb\xbf"
 SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which zstd files may begin
 COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"} | SKIPPABLE
-BINARY = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "text", ".parquet": "parquet",
            ".arrow": "arrow"}  # fmt: skip
 PACKED = tuple(dict.fromkeys(COMPRESSED.values()))
@@ -45,38 +40,50 @@ NOT_LINES = [
 ]
 DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four
 
-RawRow = bytes | str | dict  # a line of JSON, a text, or a record that has none
+
+def suffix_of(name: str) -> str:
+    """The suffix of a file's name that says its format and compression, such as .jsonl.gz; empty if it has none."""
+    return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
-def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
-    """The kind of a file (lines, text, parquet, arrow, or empty) and the suffix of its compression, or "".
+def kind_of(name: str) -> str:
+    """lines, text, parquet or arrow, by the name of a file; empty if it is none of these."""
+    return SUFFIXES.get(suffix_of(name), "")
+
+
+def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[str, str]:
+    """The kind of a file and the suffix of its compression, or "". The kind is lines, text (one document), paragraphs,
+    parquet, arrow, or empty.
 
     Its first bytes, not its name, say how it is compressed: downloads may change either. The file is open at its start,
     where it is left. Raises UserError if it cannot be read.
     """
     head = _first_bytes(file, stream)
-    found = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
-    if found:
-        head = _first_bytes(file, stream, found)
+    compression = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
+    if compression:
+        head = _first_bytes(file, stream, compression)
     if not head:
-        return "empty", found
-    named = next((kind for suffix, kind in SUFFIXES.items() if file.name.lower().endswith(suffix)), None)
-    binary = next((kind for magic, kind in BINARY.items() if head.startswith(magic)), None)
-    kind = binary or named or ("lines" if head.startswith(b"{") else None)
+        return "empty", compression
+    table = next((kind for magic, kind in TABLES.items() if head.startswith(magic)), None)
+    kind = table or kind_of(file.name) or ("lines" if head.startswith(b"{") else None)
     if kind is None:
         rule = f"its name ends with none of {', '.join(FORMATS)}"
         raise UserError(f"{file.address}: {rule}. Rename it, or leave it out")
     if kind == "lines":
         _refuse(file, head, NOT_LINES)
-    if (not binary) if kind in BINARY.values() else b"\0" in head:
-        rule = f"is no UTF-8 text: it begins with {head[:8]!r}" if kind in ("lines", "text") else f"is no {kind} file"
-        raise UserError(f"{file.address}: {rule}. Convert it, {FETCH.lower()}, or leave it out")
-    return kind, found
+    if kind in TABLES.values():
+        wrong = "" if table else f"is no {kind} file"
+    else:
+        wrong = f"is no UTF-8 text: it begins with {head[:8]!r}" if b"\0" in head else ""
+    if wrong:
+        raise UserError(f"{file.address}: {wrong}. Convert it, {FETCH.lower()}, or leave it out")
+    return "paragraphs" if kind == "text" and data.document == "paragraph" else kind, compression
 
 
-def suffix_of(name: str) -> str:
-    """The suffix of a file's name that says its format and compression, such as .jsonl.gz; empty if it has none."""
-    return max((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), key=len, default="")
+def place(file: File, kind: str, number: int) -> str:
+    """How messages name a row of a file."""
+    line = f" (line {number + 1})" if kind == "lines" else ""
+    return f"{file.address}: document {number}{line}"
 
 
 def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
@@ -108,87 +115,3 @@ def decompressed(stream: BinaryIO, compression: str) -> Any:
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
     opened: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return opened[compression](stream) if compression else stream
-
-
-def rows(
-    file: File, text_key: str, by_paragraph: bool = False, cache: str | None = None, start: int = 0
-) -> Iterator[RawRow]:
-    """The rows of a file from row ``start`` on, for ``parse_text``.
-
-    Raises UserError if the file is damaged, is in another encoding, or has no column of text. ``data.bad_rows`` is not
-    for these: they concern the file, and nearly all of its rows.
-    """
-    number = start
-    with open_file(file, cache) as stream:
-        kind, compression = sniff(file, stream)
-        whole = kind == "text" and not by_paragraph
-        decoded = Decoder(file.address, kind, 0 if whole else STRAYS)
-        try:
-            if (kind, compression) == ("lines", ".gz"):
-                found: Iterator[bytes | dict] = gunzip.lines(stream, kept_beside(file, cache), start)
-            else:
-                found = _rows(file.address, kind, decompressed(stream, compression), text_key, start, whole)
-            for number, row in enumerate(found, start + 1):
-                yield row if isinstance(row, dict) else decoded(row, number - 1)
-        except DAMAGED as error:
-            said = first_line(error)
-            raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
-        if start == 0:  # a resume near the end must not judge a large file by its last rows
-            decoded.judge(strays=0)
-
-
-def head_rows(kind: str, stream: BinaryIO, by_paragraph: bool) -> Iterator[RawRow]:
-    """As ``rows``, of text whose end may be cut off: characters that are not UTF-8 are not counted."""
-    whole = kind == "text" and not by_paragraph
-    for row in _rows("", kind, stream, "", 0, whole):
-        yield row if kind == "lines" or isinstance(row, dict) else row.decode("utf-8", "replace")
-
-
-def _rows(address: str, kind: str, stream: Any, text_key: str, start: int, whole: bool) -> Iterator[bytes | dict]:
-    if kind in BINARY.values():
-        yield from columns.texts(address, kind, stream, text_key, start)
-    elif whole:
-        yield from [stream.read().removeprefix(BOM)][start:]
-    elif kind != "empty":
-        lines = io.BufferedReader(stream, READ_BYTES)
-        yield from islice(lines if kind == "lines" else _paragraphs(lines), start, None)
-
-
-def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Runs of lines that are not blank."""
-    for has_text, run in groupby(lines, lambda line: bool(line.strip())):
-        if has_text:
-            yield b"\n".join(line.rstrip(b"\r\n") for line in run).removeprefix(BOM)
-
-
-def parse_text(row: RawRow, text_key: str, address: str, document: int) -> str:
-    """The text of a row; a blank line is an empty document. Raises UserError, which names the row, if it has none."""
-    if isinstance(row, str):
-        return row
-    where, record = f"{address}: document {document}", row
-    if isinstance(row, bytes):
-        if not row.strip():
-            return ""
-        where += f" (line {document + 1})"
-        try:
-            record = json.loads(row.removeprefix(BOM).decode("utf-8", "replace"))
-        except (ValueError, RecursionError) as error:
-            fix = "A shard holds one JSON object a line; data.bad_rows=skip leaves such rows out"
-            raise UserError(f"{where} is not JSON ({error}). {fix}") from error
-    text: Any = record
-    for name in [text_key] if isinstance(record, dict) and text_key in record else text_key.split("."):
-        if not isinstance(text, dict) or name not in text:
-            found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
-            fix = "Set data.text_key to the field that holds the text, or data.bad_rows=skip"
-            raise UserError(f"{where} has no text {text_key!r}: {found}. {fix}")
-        text = text[name]
-    if not isinstance(text, str):
-        found, fix = f"of type {type(text).__name__}", "data.bad_rows=skip leaves such rows out"
-        if isinstance(text, dict):
-            found += f" with the fields {', '.join(text)}"
-        if text is None:
-            found = "null"
-        else:
-            fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are so"
-        raise UserError(f"{where} has no text {text_key!r}: it is {found}. {fix}")
-    return text

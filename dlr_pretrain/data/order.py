@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 Place = tuple[int, int]  # of a block in a share: piece and row, or 0 and the number of the block
 
 
@@ -25,9 +26,13 @@ class Piece(NamedTuple):
     end: int
     size: int  # of the whole shard
 
-    @property
-    def is_part(self) -> bool:
-        return self.end - self.begin < self.size
+    def has(self, row: int) -> bool:
+        """Whether a row of the shard belongs to the piece.
+
+        Multiples of the golden ratio spread any consecutive rows evenly over the shard's size. So a part of a file is
+        the same share of its rows in any format, before anybody has counted them.
+        """
+        return self.begin <= (row * GOLDEN % (1 << 64)) * self.size >> 64 < self.end
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dlr_pretrain.config.tree import Data
+from dlr_pretrain.data.columns import row_count
 from dlr_pretrain.data.files import File, below, find, open_file, refuse_snapshots
-from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, FORMATS, PACKED, SUFFIXES, decompressed, sniff
+from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, FORMATS, PACKED, decompressed, kind_of, sniff
 from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.text import shortened
+from dlr_pretrain.util.text import amount, plural, shortened
 
 SNIFF_THREADS = 16
 BLANK_BYTES = 64 << 10  # a text of no more is read whole, to see whether it is blank
@@ -37,19 +40,36 @@ KINDS = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "
 
 @dataclass
 class Choice:
-    """The files of a source, each once, and those that are left out: their names, and why."""
+    """The files of a source, each once, and why others are left out, by their names."""
 
     train: list[File]
     validation: list[File]
-    left_out: list[tuple[str, str]]
+    left_out: dict[str, str]
+
+    def contents(self, data: Data) -> dict[str, str]:
+        """What is for training, for validation, and left out, as a run tells and records it."""
+
+        def listed(files: list[File]) -> str:
+            size = amount(sum(file.size or 0 for file in files))
+            return f"{plural(len(files), 'file')} ({size}B): {', '.join(shortened([file.name for file in files]))}"
+
+        held_out = f"{100 * data.held_out:g} % of these documents, by a hash of each"
+        validation = listed(self.validation) if self.validation else held_out
+        found = {"training": listed(self.train), "validation": validation}
+        names: dict[str, list[str]] = defaultdict(list)
+        for name, why in self.left_out.items():
+            names[why].append(name)
+        if names:
+            found["left out"] = "; ".join(f"{', '.join(shortened(some))} ({why})" for why, some in names.items())
+        return found
 
 
-def choose(root: str, data: Data) -> Choice:
+def choose(data: Data) -> Choice:
     """The files that ``data`` names. All local ones are opened, of remote ones the first.
 
     Raises UserError if none is to train on, or if the evaluation would be of text that was learnt.
     """
-    left_out: list[tuple[str, str]] = []
+    root, left_out = data.root or "", dict[str, str]()
     train, validation = (_once(root, _matched(root, data, split), left_out) for split in ("train", "validation"))
     if data.train_files is None:
         train, validation = _by_names(root, validation, left_out)
@@ -58,12 +78,12 @@ def choose(root: str, data: Data) -> Choice:
         raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
     names = {file.name for file in train}  # those of addresses without a root may be the same in both
     validation = [replace(file, name=file.address) if file.name in names else file for file in validation]
-    train, validation = (_with_text(files, data.cache, left_out) for files in (train, validation))
+    train, validation = (_with_text(files, data, left_out) for files in (train, validation))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     if data.validation_files is not None and not validation:
         raise UserError(f"data.validation_files={data.validation_files}: all files are empty. Give a file with text")
-    return Choice(train, validation, sorted(left_out))
+    return Choice(train, validation, dict(sorted(left_out.items())))
 
 
 def _matched(root: str, data: Data, split: str) -> list[File]:
@@ -77,43 +97,65 @@ def _matched(root: str, data: Data, split: str) -> list[File]:
     return found
 
 
-def _by_names(root: str, given: list[File], left_out: list[tuple[str, str]]) -> tuple[list[File], list[File]]:
+def _without(files: list[File], why: Callable[[File], str], left_out: dict[str, str]) -> list[File]:
+    """The files of which ``why`` says nothing; what it says of the others is noted in ``left_out``."""
+    reasons = [why(file) for file in files]
+    left_out |= {file.name: reason for file, reason in zip(files, reasons, strict=True) if reason}
+    return [file for file, reason in zip(files, reasons, strict=True) if not reason]
+
+
+def _by_names(root: str, given: list[File], left_out: dict[str, str]) -> tuple[list[File], list[File]]:
     """The training files below ``root``, by their names, and ``given``, or else the validation files by their names.
 
     Both are of the kind that most training text is of; validation files are of another if there are none of it.
     """
-    found = [(file, _why_no_text(file)) for file in below(root)]
+    no_text: dict[str, str] = {}
+    found = below(root)
     taken = {file.identity for file in given}
-    texts = _once(root, [file for file, why in found if not why and file.identity not in taken], left_out)
+    texts = [file for file in _without(found, _why_no_text, no_text) if file.identity not in taken]
+    texts = _once(root, texts, left_out)
     names = {file.name for file in texts}
-    twins = {name for name in names if name.endswith(PACKED) and os.path.splitext(name)[0] in names}
-    left_out += [(name, "also there without compression") for name in twins]
-    texts = [file for file in texts if file.name not in twins]
+
+    def twin(file: File) -> str:
+        plain, suffix = os.path.splitext(file.name)
+        return "also there without compression" if suffix in PACKED and plain in names else ""
+
+    texts = _without(texts, twin, left_out)
     refuse_snapshots(texts)
-    named = {split: [file for file in texts if split_of(file.name) == split] for split in SPLITS}
-    for split in SPLITS[: 2 if given else 1]:
-        left_out += [(file.name, f"named as a {split} split") for file in named.pop(split)]
-    main = _main_kind(named["train"])
-    for split, files in named.items():
-        kind = main if main in map(_kind, files) else _main_kind(files)
-        others = ((file.name, _kind(file)) for file in files if _kind(file) != kind)
-        left_out += [(name, f"{KINDS[other]} beside the folder's {KINDS[kind]}") for name, other in others]
-        named[split] = [file for file in files if _kind(file) == kind]
     taken |= {file.identity for file in texts}  # with the blobs that names in the cache of huggingface_hub link to
-    left_out += [(file.name, why) for file, why in found if why and file.identity not in taken]
-    if not named["train"]:
-        left_out += [(file.name, "named as a validation split") for file in named.get("validation", [])]
+    left_out |= {file.name: no_text[file.name] for file in found if file.name in no_text and file.identity not in taken}
+    unread = SPLITS[: 2 if given else 1]
+
+    def of_unread_split(file: File) -> str:
+        return f"named as a {split} split" if (split := split_of(file.name)) in unread else ""
+
+    texts = _without(texts, of_unread_split, left_out)
+    train, validation = ([file for file in texts if split_of(file.name) == split] for split in ("train", "validation"))
+    if not train:
+        left_out |= {file.name: "named as a validation split" for file in validation}
         suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(PACKED)}"
-        rule = "holds no training file" if texts or given else f"holds no file that ends with {suffixes}"
-        told = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out)]))
+        rule = "holds no training file" if names or given else f"holds no file that ends with {suffixes}"
+        told = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
         fix = "Set data.root to the folder of the text, or data.train_files to a glob"
         raise UserError(f"data.root={root}: {rule}. {f'Left out: {told}. ' if told else ''}{fix}")
-    return named["train"], given or named["validation"]
+    main = _main_kind(train)
+    own = main if any(kind_of(file.name) == main for file in validation) else _main_kind(validation)
+    return _of_kind(main, train, left_out), given or _of_kind(own, validation, left_out)
+
+
+def _of_kind(kind: str, files: list[File], left_out: dict[str, str]) -> list[File]:
+    """The files of a kind."""
+
+    def other(file: File) -> str:
+        own = kind_of(file.name)
+        return "" if own == kind else f"{KINDS[own]} beside the folder's {KINDS[kind]}"
+
+    return _without(files, other, left_out)
 
 
 def _why_no_text(file: File) -> str:
     """Why the name of a file says that it is no text to read; empty if it does not say so."""
-    name, kind = os.path.basename(file.name).lower(), _kind(file)
+    name, kind = os.path.basename(file.name).lower(), kind_of(file.name)
     if SIDE.fullmatch(name.partition(".")[0]) and (kind in ("", "text") or name.endswith(".json")):
         return "a side file"
     if kind:
@@ -135,18 +177,13 @@ def split_of(name: str) -> str:
     return min((word.lastgroup or "" for word in alone or words), key=SPLITS.index, default="train")
 
 
-def _kind(file: File) -> str:
-    """lines, text, parquet or arrow, by the name of a file; empty if it is none of these."""
-    return next((kind for suffix, kind in SUFFIXES.items() if file.name.lower().endswith(suffix)), "")
-
-
 def _main_kind(files: list[File]) -> str:
     """The kind of most bytes; where servers tell none, of most files; then the first in ``KINDS``."""
-    of = {kind: [file.size or 0 for file in files if _kind(file) == kind] for kind in KINDS}
+    of = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in KINDS}
     return max(KINDS, key=lambda kind: (sum(of[kind]), len(of[kind])))
 
 
-def _once(root: str, files: list[File], left_out: list[tuple[str, str]]) -> list[File]:
+def _once(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
     """Each file once, though links give it several names: by one that names no training split, and is no link."""
     top, kept = os.path.realpath(root), dict[str, File]()
 
@@ -155,36 +192,30 @@ def _once(root: str, files: list[File], left_out: list[tuple[str, str]]) -> list
 
     for file in sorted(files, key=rank):
         if (first := kept.setdefault(file.identity, file)) is not file:
-            left_out.append((file.name, f"the same file as {first.name}"))
+            left_out[file.name] = f"the same file as {first.name}"
     return sorted(kept.values(), key=lambda file: file.name)
 
 
-def _with_text(files: list[File], cache: str | None, left_out: list[tuple[str, str]]) -> list[File]:
+def _with_text(files: list[File], data: Data, left_out: dict[str, str]) -> list[File]:
     """The files that hold text. All local ones are looked at, of remote ones the first."""
-
-    def look(file: File) -> str:
-        return _why_empty(file, cache) if file.is_local or file == files[0] else "empty" if file.size == 0 else ""
-
+    looked_at = [file for file in files if file.is_local or file == files[0]]
     with ThreadPoolExecutor(SNIFF_THREADS) as pool:
-        reasons = dict(zip((file.name for file in files), pool.map(look, files), strict=True))
-    left_out += [(name, why) for name, why in reasons.items() if why]
-    return [file for file in files if not reasons[file.name]]
+        reasons = dict(zip(looked_at, pool.map(lambda file: _why_empty(file, data), looked_at), strict=True))
+    return _without(files, lambda file: reasons.get(file, "empty" if file.size == 0 else ""), left_out)
 
 
-def _why_empty(file: File, cache: str | None) -> str:
+def _why_empty(file: File, data: Data) -> str:
     """Why a file holds no text; empty if it may hold some. Raises UserError if it is no file of its kind."""
     if file.size == 0:
         return "empty"
-    with open_file(file, cache) as stream:
-        kind, compression = sniff(file, stream)
+    with open_file(file, data.cache) as stream:
+        kind, compression = sniff(file, stream, data)
         if kind == "parquet":
-            from pyarrow.parquet import ParquetFile
-
             try:
-                return "" if ParquetFile(stream).metadata.num_rows else "no rows"
+                return "" if row_count(kind, stream) else "no rows"
             except DAMAGED as error:
                 raise UserError(f"{file.address}: damaged or cut off ({first_line(error)}). {FETCH}") from error
-        if kind in ("lines", "text"):
+        if kind in ("lines", "text", "paragraphs"):
             with suppress(*DAMAGED):  # the reader says where
                 text = decompressed(stream, compression).read(BLANK_BYTES + 1)
                 return "" if len(text) > BLANK_BYTES or text.removeprefix(BOM).strip() else "no text"

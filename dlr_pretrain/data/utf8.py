@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from dlr_pretrain.data.files import File
+from dlr_pretrain.data.formats import TABLES, place
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
@@ -18,36 +20,35 @@ _told: set[str] = set()  # addresses of files whose first replaced bytes this pr
 class Decoder:
     """Decodes the rows of one reading of a file, and counts the characters whose bytes are not UTF-8."""
 
-    def __init__(self, address: str, kind: str, strays: int):
-        self.address, self.kind, self.strays = address, kind, strays
+    def __init__(self, file: File, kind: str):
+        self.file, self.kind, self.strays = file, kind, 0 if kind == "text" else STRAYS
         self.read = self.replaced = self.documents = 0  # characters, those replaced, and documents with such
-        self.last = ("", b"")  # of these documents
+        self.last = (0, b"")  # of these documents
 
-    def __call__(self, row: bytes, document: int) -> bytes | str:
-        """A text, or a line as it is. Raises UserError if too many of the file's characters are not UTF-8."""
+    def __call__(self, row: bytes, number: int) -> str:
+        """The row as text. Raises UserError if too many of the file's characters are not UTF-8."""
         text = row.decode("utf-8", "replace")
         self.read += len(text)
         if REPLACEMENT in text and (replaced := text.count(REPLACEMENT) - row.count(REPLACEMENT.encode())):
-            self.replaced, self.documents = self.replaced + replaced, self.documents + 1
-            line = f" (line {document + 1})" if self.kind == "lines" else ""
-            self.last = (f"{self.address}: document {document}{line}", row)
+            self.replaced, self.documents, self.last = self.replaced + replaced, self.documents + 1, (number, row)
             self.judge(self.strays)
-            if self.address not in _told:
-                _told.add(self.address)
+            if self.file.address not in _told:
+                _told.add(self.file.address)
                 lost = plural(len(row) - len(row.decode("utf-8", "ignore").encode()), "byte")
-                log.warning("%s: %s not in UTF-8 became U+FFFD. Of this file no more is told", self.last[0], lost)
-        return row if self.kind == "lines" else text
+                where = place(self.file, self.kind, number)
+                log.warning("%s: %s not in UTF-8 became U+FFFD. Of this file no more is told", where, lost)
+        return text
 
     def judge(self, strays: int) -> None:
         """Raise UserError if more characters than the share are replaced, in more documents than ``strays``."""
         if self.documents > strays and self.replaced > MOST_REPLACED * self.read:
-            where, row = self.last
+            number, row = self.last
             probably, name = (", but probably cp1252", "cp1252") if _is_cp1252(row) else ("", "ITS_ENCODING")
             rule = f"is not UTF-8{probably}: {self.replaced:,} of {self.read:,} characters read would become U+FFFD"
-            how = (
-                f"value.decode({name!r})" if self.kind in ("parquet", "arrow") else f"iconv -f {name.upper()} -t UTF-8"
-            )
-            raise UserError(f"{where} {rule}. Convert the text: {how}")
+            how = f"iconv -f {name.upper()} -t UTF-8"
+            if self.kind in TABLES.values():
+                how = f"value.decode({name!r})"
+            raise UserError(f"{place(self.file, self.kind, number)} {rule}. Convert the text: {how}")
 
 
 def _is_cp1252(row: bytes) -> bool:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from dlr_pretrain import config
 from dlr_pretrain.config.command_line import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
-from dlr_pretrain.data.sources import TextSource, in_piece
+from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, file_names
 
 NASTY = [
@@ -79,7 +79,7 @@ class MemorySource(TextSource):
 
     def _file_rows(self, name, start=0, piece=None):
         for number, text in enumerate(self._shards[name][start:], start):
-            if piece is None or in_piece(number, piece):
+            if piece is None or piece.has(number):
                 yield number, text
 
     def sizes(self, packed):

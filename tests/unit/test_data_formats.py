@@ -10,8 +10,10 @@ import pyarrow.parquet
 import pytest
 from data_corpus import make_config
 
+from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import formats, open_source, utf8
 from dlr_pretrain.data.files import File
+from dlr_pretrain.data.rows import rows_of
 from dlr_pretrain.util.errors import UserError
 
 FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
@@ -64,9 +66,12 @@ def written(folder: Path, suffix: str, texts: list[bytes]) -> File:
     return File(path.name, str(path), path.stat().st_size)
 
 
+def how(key: str = "text", by_paragraph: bool = False) -> Data:
+    return Data("local", text_key=key, document="paragraph" if by_paragraph else "file")
+
+
 def read(file: File, key: str = "text", start: int = 0, by_paragraph: bool = True) -> list[str]:
-    rows = formats.rows(file, key, by_paragraph, start=start)
-    return [formats.parse_text(row, key, file.address, number) for number, row in enumerate(rows, start)]
+    return [row.text() for row in rows_of(file, how(key, by_paragraph), start)]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ def test_a_small_file_in_cp1252_is_refused_at_its_end(tmp_path, suffix):
 def test_a_document_in_cp1252_is_refused_before_it_is_read(tmp_path):
     file = written(tmp_path, ".txt", [text.encode("cp1252") for text in FRENCH])
     with pytest.raises(UserError, match=r"document 0 is not UTF-8, but probably cp1252: 5 of 62"):
-        next(formats.rows(file, "text"))
+        next(rows_of(file, how()))
 
 
 OTHERS = {
@@ -124,7 +129,7 @@ def test_the_bytes_of_a_character_are_counted(tmp_path, caplog):
 
 
 def test_a_large_file_in_cp1252_is_refused_near_its_start(tmp_path):
-    rows = formats.rows(written(tmp_path, ".jsonl", [FRENCH[1].encode("cp1252")] * 5000), "text")
+    rows = rows_of(written(tmp_path, ".jsonl", [FRENCH[1].encode("cp1252")] * 5000), how())
     with pytest.raises(UserError, match=r"document 10 \(line 11\) is not UTF-8"):
         for count, _ in enumerate(rows, 1):  # noqa: B007
             pass
@@ -198,8 +203,8 @@ def test_columns_of_each_type_of_text_are_read(tmp_path, kind, suffix):
     path = tmp_path / f"a{suffix}"
     for key in ("text", "meta.text"):
         table(path, in_key(key, encoded(kind)))
-        for start, texts in ((0, ["a", {key: None}, "é", {key: None}]), (2, ["é", {key: None}])):
-            assert list(formats.rows(File("a", str(path), None), key, start=start)) == texts
+        for start, texts in ((0, ["a", None, "é", None]), (2, ["é", None])):
+            assert [row.content for row in rows_of(File("a", str(path), None), how(key), start)] == texts
 
 
 CAST = r"\. Name a column of text in data\.text_key, or cast this one before: column\.cast\('string'\)$"

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 from data_corpus import NASTY, LetterTokenizer, MemorySource, global_batches, lines_of, make_config, same, write_shards
 
-from dlr_pretrain.data import formats, gunzip, open_source, validation_set
+from dlr_pretrain.data import gunzip, open_source, rows, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
 from dlr_pretrain.util.errors import UserError
 
@@ -89,7 +89,7 @@ def test_every_format_gives_the_batches_of_its_texts_on_any_ranks_after_any_stop
         head = global_batches(cfg, source, TOKENIZER, 2, 5)
         assert same(head + global_batches(cfg, open_source(cfg), TOKENIZER, 1, 7, head[-1][3]), reference)
     for read_bytes in (7, 1 << 20):  # from any row on
-        monkeypatch.setattr(formats, "READ_BYTES", read_bytes)
+        monkeypatch.setattr(rows, "READ_BYTES", read_bytes)
         for start in (0, 1, 36, 37, 179, 180, 181):
             assert list(source.read(f"train-1{suffix}", start)) == TEXTS[120 + start :]
 
@@ -224,8 +224,8 @@ BAD_ROWS = [
 
 def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
     (tmp_path / "validation.jsonl").write_bytes(lines_of(["v"]))
-    rows = [part for i, (bad, _) in enumerate(BAD_ROWS) for part in (lines_of(TEXTS[9 * i : 9 * i + 9]), bad + b"\n")]
-    (tmp_path / "train.jsonl").write_bytes(b"".join(rows))
+    parts = [part for i, (bad, _) in enumerate(BAD_ROWS) for part in (lines_of(TEXTS[9 * i : 9 * i + 9]), bad + b"\n")]
+    (tmp_path / "train.jsonl").write_bytes(b"".join(parts))
     source = local(tmp_path)
     for i, (_, rule) in enumerate(BAD_ROWS):
         with pytest.raises(UserError) as caught:
@@ -304,7 +304,7 @@ def test_an_empty_shard_beside_full_ones_is_left_out(tmp_path):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b""))
     source = local(tmp_path)
     assert source.train_shards == ("a.jsonl", "c.jsonl")
-    assert source.left_out == [("b.jsonl", "empty"), ("d.jsonl.gz", "empty")]
+    assert source.chosen.left_out == {"b.jsonl": "empty", "d.jsonl.gz": "empty"}
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])

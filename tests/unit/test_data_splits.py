@@ -38,7 +38,7 @@ def opened(root, version=None, **keys):
 
 def of(source):
     """The names of the training files, those of the validation files, and why others are left out."""
-    return [*source.train_shards], [] if source.holds_out else [*source.validation_shards], dict(source.left_out)
+    return [*source.train_shards], [] if source.holds_out else [*source.validation_shards], source.chosen.left_out
 
 
 def refused(rule, root, **keys):
@@ -174,7 +174,7 @@ def test_a_glob_takes_validation_out_of_the_folder(tmp_path, how):
     source = opened(root, **keys)
     assert source.train_shards == ("part-0.jsonl", "part-2.jsonl")
     assert [source.files[name].identity for name in source.validation_shards] == [str(root / "part-1.jsonl")]
-    assert source.left_out == [("eval.jsonl", "named as a validation split")]
+    assert source.chosen.left_out == {"eval.jsonl": "named as a validation split"}
     refused("data.train_files and data.validation_files both match .*part-1", root, data__train_files="part*", **keys)
 
 
@@ -233,7 +233,7 @@ def test_a_glob_reads_a_text_once_and_names_a_link_to_nowhere(tmp_path):
     root = linked(tmp_path, ["b.jsonl"], {"a.jsonl": "b.jsonl", "up": ".", "c.txt": "gone"})
     source = opened(root, data__train_files="**/*.jsonl")
     assert source.train_shards == ("b.jsonl",)
-    assert set(dict(source.left_out).values()) == {"the same file as b.jsonl"}
+    assert set(source.chosen.left_out.values()) == {"the same file as b.jsonl"}
     refused(r"c\.txt: No such file or directory: it is a link to nowhere, gone\. Was", root, data__train_files="c*")
 
 
