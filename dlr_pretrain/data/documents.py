@@ -35,26 +35,21 @@ class Block:
     documents: int
     take: Callable[[np.ndarray], Tokens]  # gives the documents with these numbers [n]
 
-    def in_order(self, order: np.ndarray, done: int = 0) -> Iterator[tuple[int, Tokens]]:
-        """Yield the documents in ``order`` from position ``done`` on, some at a time, as (position, tokens)."""
-        for at in range(done, len(order), CHUNK_DOCUMENTS):
-            yield at, self.take(order[at : at + CHUNK_DOCUMENTS])
 
-
-def text_blocks(rows: Iterable[tuple[int, str | None]], tokenizer: Tokenizer) -> Iterator[tuple[int, Block]]:
+def text_blocks(rows: Iterator[tuple[int, str | None]], tokenizer: Tokenizer) -> Iterator[tuple[int, Block]]:
     """Yield the blocks of texts, each after the number of its first row. The text of a row that is left out is None."""
-    documents: list[str] = []
-    first, count, size = 0, 0, 0
-    for number, text in rows:
-        first, count = (number if count == 0 else first), count + 1
-        if text is not None:
-            documents.append(text)
-            size += len(text)
-        if count == BLOCK_DOCUMENTS or size >= BLOCK_CHARACTERS:
-            yield first, Block(len(documents), partial(tokenised, documents, tokenizer))
-            documents, count, size = [], 0, 0
-    if count:
-        yield first, Block(len(documents), partial(tokenised, documents, tokenizer))
+    while block := list(_rows_of_block(rows)):
+        texts = [text for _, text in block if text is not None]
+        yield block[0][0], Block(len(texts), partial(tokenised, texts, tokenizer))
+
+
+def _rows_of_block(rows: Iterator[tuple[int, str | None]]) -> Iterator[tuple[int, str | None]]:
+    size = 0
+    for number, text in islice(rows, BLOCK_DOCUMENTS):
+        yield number, text
+        size += len(text or "")
+        if size >= BLOCK_CHARACTERS:
+            return
 
 
 def tokenised(documents: Sequence[str], tokenizer: Tokenizer, numbers: Iterable[int]) -> Tokens:

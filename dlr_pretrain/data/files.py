@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
@@ -37,6 +37,7 @@ PATIENCE_SECONDS = 480.0  # without any progress; less than run.timeout_minutes 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
+OLD_SECONDS = 86_400.0  # after which nobody writes a draft any more
 HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*|$)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
@@ -154,32 +155,33 @@ def at_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None]
     ``commit`` the hub is asked for that of ``data.revision``, or for the newest. Raises UserError if an address in
     another repository, or at another revision, names no commit.
     """
-    fixed: dict[str, str] = {}
-    for key in ("train_files", "root", "validation_files"):
-        address = getattr(data, key) or ""
-        if (match := HUB_FILE.fullmatch(address)) is None:
-            continue
-        if not fixed:
-            first, repository, revisions = key, match[1], (None, match[2] or data.revision)
-            fixed[key], commit = _pinned(match, data.revision, commit)
-        elif match[1] == repository and match[2] in (*revisions, commit):
-            fixed[key], _ = _pinned(match, None, commit)
-        elif not COMMIT.fullmatch(match[2] or ""):
+    keys = ("train_files", "root", "validation_files")
+    addresses = {key: match for key in keys if (match := HUB_FILE.fullmatch(getattr(data, key) or ""))}
+    if not addresses:
+        return data, None
+    first, (repository, revision, _) = next((key, match.groups()) for key, match in addresses.items())
+    revision = revision or data.revision
+    commit = commit or _commit(repository, revision)
+    fixed = {}
+    for key, match in addresses.items():
+        own = match[2]
+        if key == first or (match[1] == repository and own in (None, revision, commit)):
+            own = commit
+        elif not COMMIT.fullmatch(own or ""):
             rule = f"is not in the repository and revision of data.{first}, whose commit the run keeps"
-            raise UserError(f"data.{key}={address}: {rule}. Name its own: data.{key}={_pinned(match)[0]}")
-    return replace(data, **fixed), commit if fixed else None  # type: ignore[arg-type]
+            named = f"{match[1]}@{_commit(match[1], own)}{match[3]}"
+            raise UserError(f"data.{key}={match[0]}: {rule}. Name its own: data.{key}={named}")
+        fixed[key] = f"{match[1]}@{own}{match[3]}"
+    return replace(data, **fixed), commit  # type: ignore[arg-type]
 
 
-def _pinned(match: re.Match[str], revision: str | None = None, commit: str | None = None) -> tuple[str, str | None]:
-    """An address on the hub at a commit, and that commit. Without ``commit`` the hub is asked for it."""
-    repository, revision, rest = match[1], match[2] or revision, match[3]
-    if commit is None:
-        from huggingface_hub import HfApi
+def _commit(repository: str, revision: str | None) -> str | None:
+    """The commit of a revision (default: the newest) on the hub."""
+    from huggingface_hub import HfApi
 
-        name, seconds = repository.removeprefix("hf://datasets/"), FIRST_CONTACT_SECONDS
-        fix = "Offline, use data=sample, or data=local data.root=<folder of the shards>"
-        commit = first_contact(name, lambda: HfApi().dataset_info(name, revision=revision, timeout=seconds), fix).sha
-    return f"{repository}@{commit}{rest}", commit
+    name, seconds = repository.removeprefix("hf://datasets/"), FIRST_CONTACT_SECONDS
+    fix = "Offline, use data=sample, or data=local data.root=<folder of the shards>"
+    return first_contact(name, lambda: HfApi().dataset_info(name, revision=revision, timeout=seconds), fix).sha
 
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
@@ -282,6 +284,21 @@ def kept_beside(file: File, cache: str | None) -> Path:
     changed = os.stat(file.address).st_mtime_ns if file.is_local else None
     name = hashlib.sha256(repr((file.address, file.size, changed)).encode()).hexdigest()[:24]
     return (Path(cache) if cache else user_cache()) / "places" / f"{name}.npz"
+
+
+@contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """A new folder that other processes see as ``folder`` when it is complete. The first of them makes it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(".draft-*"):  # of processes that were killed
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > OLD_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as drafts:
+        (draft := Path(drafts, folder.name)).mkdir()
+        yield draft
+        with suppress(OSError):  # another process was faster
+            draft.rename(folder)
 
 
 def _cached(file: File, path: Path) -> BinaryIO:

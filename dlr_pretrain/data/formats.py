@@ -80,12 +80,6 @@ def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[str, str]:
     return "paragraphs" if kind == "text" and data.document == "paragraph" else kind, compression
 
 
-def place(file: File, kind: str, number: int) -> str:
-    """How messages name a row of a file."""
-    line = f" (line {number + 1})" if kind == "lines" else ""
-    return f"{file.address}: document {number}{line}"
-
-
 def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
     """The first bytes of the content. Raises UserError if they are those of something else than a shard."""
     begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads

@@ -11,9 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.data import documents
-from dlr_pretrain.data.files import user_cache
+from dlr_pretrain.data.files import made_whole, user_cache
 from dlr_pretrain.data.order import cut
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -48,7 +46,6 @@ SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some 
 FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
 MUCH_READ = 2.0  # times a text that is streamed is read in an epoch
 PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
-OLD_SECONDS = 86_400.0  # after which nobody writes a draft any more
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. A damaged one is made again by the next start"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
@@ -162,7 +159,10 @@ def tokenised_once(
     if made is None:
         say(f"tokenising the text (some {characters / 1e6:.3g} MB) once, into {folder}")
         try:
-            _keep(source, tokenizer, folder, cores() if characters > PARALLEL_CHARACTERS else 1)
+            with made_whole(folder) as draft:
+                list(_tokenise(source, tokenizer, draft, cores() if characters > PARALLEL_CHARACTERS else 1))
+                if _kept(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # it is damaged
         except (OSError, BrokenProcessPool) as error:
             rule = f"the tokens of the text cannot be kept here: {first_line(error)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
@@ -176,22 +176,6 @@ def _kept(folder: Path) -> TokenSource | None:
     with suppress(UserError):
         return TokenSource(folder, OTHER_CACHE)
     return None
-
-
-def _keep(source: TextSource, tokenizer: Tokenizer, folder: Path, workers: int) -> None:
-    """Tokenise a text into a folder of the cache. Other processes see it whole; the first of them makes it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(".draft-*"):  # of processes that were killed
-        with suppress(OSError):
-            if time.time() - old.stat().st_mtime > OLD_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as draft:
-        whole = Path(draft, "whole")
-        list(_tokenise(source, tokenizer, whole, workers))
-        if _kept(folder) is None:
-            shutil.rmtree(folder, ignore_errors=True)  # it is damaged
-            with suppress(OSError):  # another process was faster
-                whole.rename(folder)
 
 
 def _cost(source: TextSource, streams: int) -> str:

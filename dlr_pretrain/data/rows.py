@@ -1,13 +1,15 @@
 """The rows of a file, whatever its format, and the text of each.
 
 A row is a line of JSON, a whole text, a paragraph, or a field of a table. Parquet, and JSON lines in gzip files, are
-read from near any row on; other files from their start.
+read from near any row on; other files from their start. Text is UTF-8: a few characters of a file that are not become
+U+FFFD, and a file with more of them is refused.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -15,12 +17,18 @@ from typing import Any, NamedTuple
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import columns, gunzip
 from dlr_pretrain.data.files import File, kept_beside, open_file
-from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, TABLES, decompressed, place, sniff
-from dlr_pretrain.data.utf8 import Decoder
+from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, TABLES, decompressed, sniff
 from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.text import plural
 
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
 BLANK = " \t\n\r\v\f"
+REPLACEMENT = "\ufffd"
+MOST_REPLACED = 0.001  # share of a file's characters that may not be UTF-8
+STRAYS = 10  # documents with such characters before the share counts: a reading may begin near a few of them
+
+log = logging.getLogger(__name__)
+_told: set[str] = set()  # addresses of files whose first replaced bytes this process has told of
 
 
 class Row(NamedTuple):
@@ -31,6 +39,11 @@ class Row(NamedTuple):
     file: File
     kind: str
     text_key: str
+
+    def where(self) -> str:
+        """How messages name it."""
+        line = f" (line {self.number + 1})" if self.kind == "lines" else ""
+        return f"{self.file.address}: document {self.number}{line}"
 
     def text(self) -> str:
         """The text; a blank line is an empty document. Raises UserError, which names the row, if there is none."""
@@ -46,7 +59,7 @@ class Row(NamedTuple):
             found = "null"
         else:
             fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are so"
-        raise UserError(f"{self._where()} has no text {self.text_key!r}: it is {found}. {fix}")
+        raise UserError(f"{self.where()} has no text {self.text_key!r}: it is {found}. {fix}")
 
     def _field(self, line: str) -> Any:
         """What a line of JSON has in the field of the text."""
@@ -54,17 +67,14 @@ class Row(NamedTuple):
             record = found = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             fix = "A shard holds one JSON object a line; data.bad_rows=skip leaves such rows out"
-            raise UserError(f"{self._where()} is not JSON ({error}). {fix}") from error
+            raise UserError(f"{self.where()} is not JSON ({error}). {fix}") from error
         for name in columns.path(self.text_key, record if isinstance(record, dict) else ()):
             if not isinstance(found, dict) or name not in found:
                 there = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
                 fix = "Set data.text_key to the field that holds the text, or data.bad_rows=skip"
-                raise UserError(f"{self._where()} has no text {self.text_key!r}: {there}. {fix}")
+                raise UserError(f"{self.where()} has no text {self.text_key!r}: {there}. {fix}")
             found = found[name]
         return found
-
-    def _where(self) -> str:
-        return place(self.file, self.kind, self.number)
 
 
 def rows_of(file: File, data: Data, start: int = 0) -> Iterator[Row]:
@@ -76,20 +86,22 @@ def rows_of(file: File, data: Data, start: int = 0) -> Iterator[Row]:
     number = start
     with open_file(file, data.cache) as stream:
         kind, compression = sniff(file, stream, data)
-        decode = Decoder(file, kind)
+        replaced = Replaced()
         try:
             if (kind, compression) == ("lines", ".gz"):
                 contents: Iterator[bytes | None] = gunzip.lines(stream, kept_beside(file, data.cache), start)
             else:
                 contents = _contents(file, kind, decompressed(stream, compression), data.text_key, start)
             for number, content in enumerate(contents, start + 1):
-                text = None if content is None else decode(content, number - 1)
-                yield Row(number - 1, text, file, kind, data.text_key)
+                text = None if content is None else content.decode("utf-8", "replace")
+                row = Row(number - 1, text, file, kind, data.text_key)
+                replaced.count(row, content)
+                yield row
         except DAMAGED as error:
             said = first_line(error)
             raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
         if start == 0:  # a resume near the end must not judge a large file by its last rows
-            decode.judge(strays=0)
+            replaced.judge(strays=0)
 
 
 def rows_of_head(file: File, kind: str, head: bytes, data: Data) -> Iterator[Row]:
@@ -113,3 +125,40 @@ def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
     for has_text, run in groupby(lines, lambda line: bool(line.strip())):
         if has_text:
             yield b"\n".join(line.rstrip(b"\r\n") for line in run).removeprefix(BOM)
+
+
+class Replaced:
+    """Counts the characters of one reading of a file whose bytes are not UTF-8, and became U+FFFD."""
+
+    def __init__(self) -> None:
+        self.read = self.replaced = self.rows = 0  # characters, those replaced, and rows with such
+        self.last: tuple[Row, bytes]  # of these rows
+
+    def count(self, row: Row, content: bytes | None) -> None:
+        """Count a row of these bytes. Raises UserError if too many of the file's characters are not UTF-8."""
+        text, content = row.content or "", content or b""
+        self.read += len(text)
+        if REPLACEMENT in text and (replaced := text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())):
+            self.replaced, self.rows, self.last = self.replaced + replaced, self.rows + 1, (row, content)
+            self.judge(0 if row.kind == "text" else STRAYS)
+            if row.file.address not in _told:
+                _told.add(row.file.address)
+                lost = plural(len(content) - len(content.decode("utf-8", "ignore").encode()), "byte")
+                log.warning("%s: %s not in UTF-8 became U+FFFD. Of this file no more is told", row.where(), lost)
+
+    def judge(self, strays: int) -> None:
+        """Raise UserError if more characters than the share are replaced, in more rows than ``strays``."""
+        if self.rows > strays and self.replaced > MOST_REPLACED * self.read:
+            row, content = self.last
+            probably, name = (", but probably cp1252", "cp1252") if _is_cp1252(content) else ("", "ITS_ENCODING")
+            rule = f"is not UTF-8{probably}: {self.replaced:,} of {self.read:,} characters read would become U+FFFD"
+            table = row.kind in TABLES.values()
+            how = f"value.decode({name!r})" if table else f"iconv -f {name.upper()} -t UTF-8"
+            raise UserError(f"{row.where()} {rule}. Convert the text: {how}")
+
+
+def _is_cp1252(row: bytes) -> bool:
+    """Whether bytes are probably Western text: few are not ASCII, most of these not UTF-8, and all are in cp1252."""
+    utf8 = row.decode("utf-8", "ignore")
+    strange, others = len(row) - len(utf8.encode()), len(utf8.encode()) - len(utf8)
+    return others < strange < len(row) / 4 and REPLACEMENT not in row.decode("cp1252", "replace")

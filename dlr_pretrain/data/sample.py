@@ -14,13 +14,11 @@ import json
 import platform
 import re
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain.data.files import user_cache
+from dlr_pretrain.data.files import made_whole, user_cache
 from dlr_pretrain.data.tokenizer import valid_text
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
@@ -48,15 +46,11 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
         rule = f"this run reads the sample {folder.name}, which is not in {cache}, and this Python makes {own}"
         raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to where the sample lies")
     progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as drafts:
-        (draft := Path(drafts, own)).mkdir()
+    with made_whole(folder) as draft:
         documents = list(harvest())
         lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
         (draft / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
         (draft / TOKENIZER_FILE).write_bytes(train_tokenizer(documents, VOCAB_SIZE))
-        with suppress(OSError):  # another process was faster
-            draft.rename(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Tokens
 from dlr_pretrain.data.order import Share, cut, fraction, permutation
 from dlr_pretrain.data.sources import Source
@@ -55,7 +56,8 @@ class DocumentStream:
             share, idle = self.share(epoch), idle + 1
             for place, block in self._source.blocks(self._tokenizer, share, (piece, row)):
                 order = permutation(block.documents, *share.key, *place)
-                for done, some in block.in_order(order, document):
+                for done in range(document, block.documents, documents.CHUNK_DOCUMENTS):
+                    some = block.take(order[done : done + documents.CHUNK_DOCUMENTS])
                     if len(some.tokens) > len(some.starts):
                         idle = 0
                     yield Position(epoch, *place, document=done), some

@@ -11,9 +11,9 @@ import pytest
 from data_corpus import make_config
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import formats, open_source, utf8
+from dlr_pretrain.data import formats, open_source
 from dlr_pretrain.data.files import File
-from dlr_pretrain.data.rows import rows_of
+from dlr_pretrain.data.rows import STRAYS, rows_of
 from dlr_pretrain.util.errors import UserError
 
 FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
@@ -133,13 +133,13 @@ def test_a_large_file_in_cp1252_is_refused_near_its_start(tmp_path):
     with pytest.raises(UserError, match=r"document 10 \(line 11\) is not UTF-8"):
         for count, _ in enumerate(rows, 1):  # noqa: B007
             pass
-    assert count == utf8.STRAYS
+    assert count == STRAYS
 
 
 @pytest.mark.parametrize("start", [0, 500])
 def test_stray_documents_where_a_reading_begins_do_not_end_it(tmp_path, start):
     texts = [ASCII.encode()] * 1000
-    texts[start : start + utf8.STRAYS] = [FRENCH[1].encode("cp1252")] * utf8.STRAYS
+    texts[start : start + STRAYS] = [FRENCH[1].encode("cp1252")] * STRAYS
     assert len(read(written(tmp_path, ".jsonl", texts), start=start)) == 1000 - start
 
 
