@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -97,60 +96,37 @@ def _matched(root: str, data: Data, split: str) -> list[File]:
     return found
 
 
-def _without(files: list[File], why: Callable[[File], str], left_out: dict[str, str]) -> list[File]:
-    """The files of which ``why`` says nothing; what it says of the others is noted in ``left_out``."""
-    reasons = [why(file) for file in files]
-    left_out |= {file.name: reason for file, reason in zip(files, reasons, strict=True) if reason}
-    return [file for file, reason in zip(files, reasons, strict=True) if not reason]
-
-
 def _by_names(root: str, given: list[File], left_out: dict[str, str]) -> tuple[list[File], list[File]]:
     """The training files below ``root``, by their names, and ``given``, or else the validation files by their names.
 
     Both are of the kind that most training text is of; validation files are of another if there are none of it.
     """
-    no_text: dict[str, str] = {}
-    found = below(root)
+    found = {file: _why_no_text(file) for file in below(root)}
     taken = {file.identity for file in given}
-    texts = [file for file in _without(found, _why_no_text, no_text) if file.identity not in taken]
-    texts = _once(root, texts, left_out)
+    texts = _once(root, [file for file, why in found.items() if not why and file.identity not in taken], left_out)
     names = {file.name for file in texts}
-
-    def twin(file: File) -> str:
-        plain, suffix = os.path.splitext(file.name)
-        return "also there without compression" if suffix in PACKED and plain in names else ""
-
-    texts = _without(texts, twin, left_out)
+    twins = {name for name in names if name.endswith(PACKED) and os.path.splitext(name)[0] in names}
+    left_out |= dict.fromkeys(twins, "also there without compression")
+    texts = [file for file in texts if file.name not in twins]
     refuse_snapshots(texts)
     taken |= {file.identity for file in texts}  # with the blobs that names in the cache of huggingface_hub link to
-    left_out |= {file.name: no_text[file.name] for file in found if file.name in no_text and file.identity not in taken}
-    unread = SPLITS[: 2 if given else 1]
-
-    def of_unread_split(file: File) -> str:
-        return f"named as a {split} split" if (split := split_of(file.name)) in unread else ""
-
-    texts = _without(texts, of_unread_split, left_out)
-    train, validation = ([file for file in texts if split_of(file.name) == split] for split in ("train", "validation"))
-    if not train:
-        left_out |= {file.name: "named as a validation split" for file in validation}
+    left_out |= {file.name: why for file, why in found.items() if why and file.identity not in taken}
+    named = {split: [file for file in texts if split_of(file.name) == split] for split in SPLITS}
+    for split in SPLITS[: 2 if given or not named["train"] else 1]:
+        left_out |= {file.name: f"named as a {split} split" for file in named.pop(split)}
+    if not named["train"]:
         suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(PACKED)}"
-        rule = "holds no training file" if names or given else f"holds no file that ends with {suffixes}"
+        rule = "holds no training file" if texts or given else f"holds no file that ends with {suffixes}"
         told = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
         fix = "Set data.root to the folder of the text, or data.train_files to a glob"
         raise UserError(f"data.root={root}: {rule}. {f'Left out: {told}. ' if told else ''}{fix}")
-    main = _main_kind(train)
-    own = main if any(kind_of(file.name) == main for file in validation) else _main_kind(validation)
-    return _of_kind(main, train, left_out), given or _of_kind(own, validation, left_out)
-
-
-def _of_kind(kind: str, files: list[File], left_out: dict[str, str]) -> list[File]:
-    """The files of a kind."""
-
-    def other(file: File) -> str:
-        own = kind_of(file.name)
-        return "" if own == kind else f"{KINDS[own]} beside the folder's {KINDS[kind]}"
-
-    return _without(files, other, left_out)
+    main = _main_kind(named["train"])
+    for split, files in named.items():
+        kind = main if any(kind_of(file.name) == main for file in files) else _main_kind(files)
+        others = {file.name: KINDS[own] for file in files if (own := kind_of(file.name)) != kind}
+        left_out |= {name: f"{other} beside the folder's {KINDS[kind]}" for name, other in others.items()}
+        named[split] = [file for file in files if file.name not in others]
+    return named["train"], given or named["validation"]
 
 
 def _why_no_text(file: File) -> str:
@@ -198,10 +174,14 @@ def _once(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
 
 def _with_text(files: list[File], data: Data, left_out: dict[str, str]) -> list[File]:
     """The files that hold text. All local ones are looked at, of remote ones the first."""
-    looked_at = [file for file in files if file.is_local or file == files[0]]
+
+    def look(file: File) -> str:
+        return _why_empty(file, data) if file.is_local or file == files[0] else "empty" if file.size == 0 else ""
+
     with ThreadPoolExecutor(SNIFF_THREADS) as pool:
-        reasons = dict(zip(looked_at, pool.map(lambda file: _why_empty(file, data), looked_at), strict=True))
-    return _without(files, lambda file: reasons.get(file, "empty" if file.size == 0 else ""), left_out)
+        reasons = {file.name: why for file, why in zip(files, pool.map(look, files), strict=True) if why}
+    left_out |= reasons
+    return [file for file in files if file.name not in reasons]
 
 
 def _why_empty(file: File, data: Data) -> str:
