@@ -62,8 +62,7 @@ class TrainLoader:
         share = cfg.num_streams // world_size
         own = range(rank * share, (rank + 1) * share)
         positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in own}
-        self._queue: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
-        self._room = threading.Semaphore(BATCHES_AHEAD)
+        self._queue: queue.Queue[Batch | Exception] = queue.Queue(BATCHES_AHEAD)
         self._closed = threading.Event()
         self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
         self._thread = threading.Thread(target=self._produce, name="data", daemon=True)
@@ -90,18 +89,18 @@ class TrainLoader:
         if isinstance(item, Exception):
             self._queue.put(item)  # for a later call
             raise item
-        self._room.release()
         return item
 
     def close(self) -> None:
         """Stop reading ahead. The thread must not be inside sentencepiece when the interpreter ends."""
         self._closed.set()
-        self._room.release()
+        with suppress(queue.Empty):
+            self._queue.get_nowait()  # the thread may wait for room
         self._thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
         try:
-            while self._room.acquire() and not self._closed.is_set():
+            while not self._closed.is_set():
                 self._queue.put(next(self._batches))
         except Exception as error:  # ``take`` raises it again
             self._queue.put(error)
