@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, BinaryIO
 
 from dlr_pretrain.util.errors import UserError
@@ -35,7 +36,9 @@ def texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: int) 
         names = opened.schema_arrow.names
         column = path(text_key, names)[0]
         columns = [column] if column in names else names  # all, so that the error tells of them
-        batches = opened.iter_batches(BATCH_ROWS, row_groups=range(group, opened.num_row_groups), columns=columns)
+        # One group at a time: pyarrow joins no dictionaries inside of a field that come from several groups.
+        groups = ([number] for number in range(group, opened.num_row_groups))
+        batches = chain.from_iterable(opened.iter_batches(BATCH_ROWS, one, columns) for one in groups)
     for batch in batches:
         if start < len(batch):  # an empty file may have a column of any type
             yield from _texts(address, batch.slice(start), text_key)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +27,13 @@ NASTY = [
     "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
     "👩‍🚀 \U0001f9ff é 中文 नमस्ते", "", " ", "\n\n", "\u200b\ufeff", "\x1b[31mred", "ffi ½ Ⅷ",
 ]  # fmt: skip
+
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
+}
 
 
 @cache
@@ -42,6 +53,17 @@ def make_config(data: str = "c4_local", **keys) -> config.Config:
 
 def lines_of(texts) -> bytes:
     return b"".join(json.dumps({"text": text, "meta": {"text": text}}).encode() + b"\n" for text in texts)
+
+
+def write_table(path: Path, columns: dict, rows: int | None = None) -> None:
+    """A table by its suffix: .parquet, .arrow (a stream) or .file.arrow; so many rows a group (all) or batch (2)."""
+    made = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(made, path, row_group_size=rows)
+        return
+    writer = pyarrow.ipc.new_file if ".file" in path.suffixes else pyarrow.ipc.new_stream
+    with writer(str(path), made.schema) as file:
+        file.write_table(made, max_chunksize=rows or 2)
 
 
 def write_shards(folder: Path, shards: list[list[str]], split: str = "train", prefix: str = "c4") -> list[Path]:
@@ -125,16 +147,8 @@ def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
     """The source of tokens with these texts, by the LetterTokenizer."""
     tokenizer = LetterTokenizer()
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
-    count = {"train": len(shards), "validation": 0}
-    manifest = {
-        "format": FORMAT,
-        "source": "",
-        "made_from": "letters",
-        "contents": {},
-        "tokenizer": about,
-        "shards": count,
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    manifest = {"format": FORMAT, "source": "", "made_from": "letters", "contents": {}, "tokenizer": about}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"shards": {"train": len(shards), "validation": 0}}))
     for name, texts in zip(file_names("train", len(shards)), shards, strict=True):
         ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]
         np.concatenate([np.empty(0, int), *ids]).astype(np.uint16).tofile(folder / name)

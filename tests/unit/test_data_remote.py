@@ -11,10 +11,8 @@ import threading
 from contextlib import ExitStack
 
 import fsspec
-import pyarrow
-import pyarrow.parquet
 import pytest
-from data_corpus import LetterTokenizer, global_batches, make_config, same, write_shards
+from data_corpus import LetterTokenizer, global_batches, make_config, same, write_shards, write_table
 from huggingface_hub import constants
 from loopback_hub import KEYS, TEXTS, TROUBLE, Hub, open_hub, serving, serving_here
 
@@ -88,15 +86,6 @@ def test_retry_after_is_waited_for(hub, monkeypatch):
     assert list(source.read(source.train_shards[0])) == WHOLE[0] and max(waited) >= 7
 
 
-def test_a_revision_is_resolved_once_and_kept(hub):
-    first = open_hub()
-    assert first.version == "a" * 40
-    hub.commit = "b" * 40  # the dataset has moved on
-    assert open_hub().version == "b" * 40
-    assert open_source(make_config("c4", **KEYS), version=first.version).describe() == first.describe()
-    assert open_hub(data__revision="a" * 40).version == first.version
-
-
 def test_a_folder_keeps_what_is_fetched(hub, tmp_path):
     cache = tmp_path / "cache"
     hub.random_trouble(1, share=0.2)
@@ -108,7 +97,7 @@ def test_a_folder_keeps_what_is_fetched(hub, tmp_path):
 
 def test_any_dataset_and_other_formats(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RANGE_BYTES", 5000)
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50)
+    write_table(tmp_path / "a.parquet", {"text": TEXTS}, rows=50)
     hub.files |= {"data/train-0.parquet": (tmp_path / "a.parquet").read_bytes()}
     hub.files |= {"data/validation.jsonl": b'{"text": "one"}\n'}
     hub.random_trouble(0, share=0.2)

@@ -288,6 +288,7 @@ def test_a_run_keeps_the_commit_of_all_its_files(hub, case):
     again = opened(root, A, **keys)
     assert addresses(again) == addresses(source) and again.version == A
     assert opened(root, **keys).version == hub.commit
+    assert addresses(opened(root, data__revision=A, **keys)) == addresses(source) or "@" in (root or train)
 
 
 def test_validation_on_the_hub_of_a_local_text_is_kept(hub, tmp_path):
