@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 import torch
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +30,7 @@ NASTY = [
     "👩‍🚀 \U0001f9ff é 中文 नमस्ते", "", " ", "\n\n", "\u200b\ufeff", "\x1b[31mred", "ffi ½ Ⅷ",
 ]  # fmt: skip
 
+PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
 COMPRESS = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
@@ -116,6 +119,13 @@ def corpus(shards: int, documents: int) -> list[list[str]]:
     names = iter(range(0x4E00, 0x4E00 + shards * documents))
     return [[chr(name) + "x" * ((7 * name) % 23) for name in (next(names) for _ in range(documents))]
             for _ in range(shards)]  # fmt: skip
+
+
+def documents_of(chunks) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The epoch and the tokens of each document of a stream's chunks."""
+    for position, some in chunks:
+        for tokens in np.split(some.tokens, some.starts[1:]):
+            yield position.epoch, tuple(tokens.tolist())
 
 
 def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=None):

@@ -2,11 +2,23 @@
 
 import math
 import threading
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from data_corpus import NASTY, LetterTokenizer, MemorySource, corpus, global_batches, make_config, same, write_shards
+from data_corpus import (
+    NASTY,
+    PACKINGS,
+    LetterTokenizer,
+    MemorySource,
+    corpus,
+    documents_of,
+    global_batches,
+    make_config,
+    same,
+    write_shards,
+)
 
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source, validation_set
 from dlr_pretrain.data import loader as loading
@@ -14,7 +26,6 @@ from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
-PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
 
 
 def config(global_batch=8, seq_len=16, packing="packed", **keys):
@@ -63,11 +74,8 @@ def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeyp
 
 def flat(source, stream, num_streams, documents, packed=True):
     """The tokens of the first documents of a stream, document by document."""
-    out = []
-    for _, some in DocumentStream(source, TOKENIZER, 42, stream, num_streams, packed).chunks(Position()):
-        out += [tokens.tolist() for tokens in np.split(some.tokens, some.starts[1:])]
-        if len(out) >= documents:
-            return out[:documents]
+    chunks = DocumentStream(source, TOKENIZER, 42, stream, num_streams, packed).chunks(Position())
+    return [list(document) for _, document in islice(documents_of(chunks), documents)]
 
 
 def test_packed_windows_join_the_documents_without_a_gap_and_every_position_has_a_target():
@@ -108,6 +116,7 @@ def test_a_batch_is_the_ranks_share():
     loader = TrainLoader(cfg, source, TOKENIZER, 1, 2, None)
     batch = next(loader)
     loader.close()
+    assert "data" not in [thread.name for thread in threading.enumerate()]  # its thread ends with it
     assert batch.tokens.shape == (12, 17) and batch.tokens.dtype == torch.uint16 and batch.lengths.shape == (12,)
     assert set(batch.state) == {"4", "5", "6", "7"}  # 8 streams, of which rank 1 of 2 owns the second half
 
@@ -171,13 +180,6 @@ def test_a_wait_for_data_can_be_ended_and_gone_on_with(monkeypatch):
     assert [batch.state for batch in found] == [state for *_, state in expected]
 
 
-def test_the_thread_ends_with_the_loader():
-    loader = TrainLoader(config(), MemorySource(corpus(2, 40)), TOKENIZER, 0, 1, None)
-    next(loader)
-    loader.close()
-    assert "data" not in [thread.name for thread in threading.enumerate()]
-
-
 TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
 
 
@@ -212,7 +214,7 @@ def test_padded_documents_in_file_order_and_packed_windows_without_a_gap(root):
     assert found.real_tokens == len(tokens) and more
 
 
-@pytest.mark.parametrize("packing", ["pad", "packed"])
+@PACKINGS
 def test_ends_with_the_document_that_fills_the_budget(root, packing):
     whole = validated(root, packing, 10**6)
     for budget in (1, 9, 333):

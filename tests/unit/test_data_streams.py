@@ -5,7 +5,16 @@ from itertools import takewhile
 
 import numpy as np
 import pytest
-from data_corpus import LetterTokenizer, MemorySource, corpus, global_batches, make_config, tokens_of
+from data_corpus import (
+    PACKINGS,
+    LetterTokenizer,
+    MemorySource,
+    corpus,
+    documents_of,
+    global_batches,
+    make_config,
+    tokens_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,15 +24,14 @@ from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
-PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
 
 
 def epochs(source, stream, num_streams, count, seed=42, packed=True):
     """The documents of the first epochs of a stream, each as a list of its token lists."""
     out = [[] for _ in range(count)]
     chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams, packed).chunks(Position())
-    for position, some in takewhile(lambda chunk: chunk[0].epoch < count, chunks):
-        out[position.epoch] += [tuple(tokens) for tokens in np.split(some.tokens, some.starts[1:])]
+    for epoch, document in takewhile(lambda found: found[0] < count, documents_of(chunks)):
+        out[epoch].append(document)
     return out
 
 

@@ -13,7 +13,7 @@ import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
-from data_corpus import NASTY, global_batches, make_config, same, write_shards
+from data_corpus import NASTY, PACKINGS, global_batches, make_config, same, write_shards
 
 from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, prepare, validation_set
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
@@ -55,13 +55,12 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("packing", ["packed", "pad"])
+@PACKINGS
 def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
     keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
-    cfg, source, tokenizer = opened(
-        make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model, **keys)
-    )
+    own = {"data__root": root, "data__cache": tmp_path / "cache", "tokenizer__path": model}
+    cfg, source, tokenizer = opened(make_config(**own, **keys))
     said: list[str] = []
     text = cfg, tokenised_once(source, tokenizer, cfg.num_streams, said.append), tokenizer
     tokens = opened(make_config("tokens", data__root=made, **keys))
@@ -75,11 +74,8 @@ def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tm
     assert same(global_batches(*tokens, 4, 20, whole[19][3]), whole[20:])
     for budget in (1, 500, 10**6):
         both = []
-        for cfg, source, tokenizer in (
-            text,
-            tokens,
-            opened(make_config(data__root=root, tokenizer__path=model, **keys)),
-        ):
+        streamed = opened(make_config(data__root=root, tokenizer__path=model, **keys))
+        for cfg, source, tokenizer in (text, tokens, streamed):
             cfg.eval.tokens = budget
             found = validation_set(cfg, source, tokenizer)
             both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
@@ -141,9 +137,8 @@ def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeyp
     monkeypatch.setattr(prepare, "FEW_DOCUMENTS", 10)
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
     assert tokenised_once(source, tokenizer, 8, print) is source
-    assert source.remark.startswith(
-        "each epoch reads the text 5 times, because 8 streams share 3 files: scripts/prepare"
-    )
+    rule = "each epoch reads the text 5 times, because 8 streams share 3 files: scripts/prepare"
+    assert source.remark.startswith(rule)
     assert isinstance(tokenised_once(source, tokenizer, 64, print), TokenSource)
     assert source.order != TokenSource.order  # so that a run does not go on in the other
 
@@ -171,9 +166,8 @@ def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
     batches = global_batches(*tokens, 2, 2 * 2400 // 64)
     read = {int(id) for inputs, *_ in batches for id in inputs.ravel()}
     held = [t for shard in text[1].validation_shards for t in text[1].read(shard) if t is not None]
-    assert {f"w{i}" for i in range(7, 900) if i % 9 and i not in read} <= {
-        t.split()[0] for t in held
-    } and 70_000 in read
+    unread = {f"w{i}" for i in range(7, 900) if i % 9 and i not in read}
+    assert unread <= {text.split()[0] for text in held} and 70_000 in read
     one, two = (validation_set(*each) for each in (text, tokens))
     assert one.tokens.tolist() == two.tokens.tolist() and one.real_tokens == two.real_tokens
 
