@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.util.files import write_durably
 
 CHUNK_BYTES = 1 << 16  # compressed bytes that are decompressed at once
 SPACING = 32 << 20  # bytes of text between two places
 WINDOW = 1 << 15  # bytes of text that a block may refer to
+NOTHING = bytes(WINDOW)
 CERTAIN = 1024  # bytes of text that no false beginning of a block gives by chance
 PLACE = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before; text
 WHOLE, BLOCKS = 31, -15  # zlib's wbits: a gzip file, or blocks without its header and checksum
@@ -78,17 +78,12 @@ def _block(chunk: bytes, known: bytes) -> tuple[int, int] | None:
     ``known`` is the text up to the chunk's end. What looks like the header of a block is one if the chunk decompresses
     from there on to the end of this.
     """
-    byte = np.frombuffer(chunk, np.uint8)
-    begins = np.flatnonzero((byte[:-9] & 7 == 4) & (byte[:-9] < 30 << 3) & (byte[1:-8] & 31 < 30))
-    count = 4 + (byte[begins + 1] >> 5) + 8 * (byte[begins + 2] & 1)
-    bits = sliding_window_view(byte, 8)[begins + 2].view("<u8")
-    lengths = (bits >> np.arange(1, 58, 3, dtype=np.uint64)) & 7  # of the first code, whose words must be complete
-    used = (np.arange(19) < count[:, None]) & (lengths > 0)
-    for at in begins[np.where(used, 128 >> lengths, 0).sum(1) == 128].tolist():
+    view = memoryview(chunk)
+    for at in (at for at, byte in enumerate(chunk) if byte & 7 == 4):  # codes of its own, and not the last block
         with suppress(zlib.error):
-            length = len(zlib.decompressobj(BLOCKS, bytes(WINDOW)).decompress(chunk[at:]))
+            length = len(zlib.decompressobj(BLOCKS, NOTHING).decompress(view[at:]))
             window = known[: len(known) - length][-WINDOW:]
-            if length >= CERTAIN and zlib.decompressobj(BLOCKS, window).decompress(chunk[at:]) == known[-length:]:
+            if length >= CERTAIN and zlib.decompressobj(BLOCKS, window).decompress(view[at:]) == known[-length:]:
                 return at, length
     return None
 
