@@ -67,7 +67,7 @@ class TokenSource:
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
         try:
-            self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
+            self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # both of the text's source
             self.contents: dict[str, str] = manifest["contents"]
             about, shards = manifest["tokenizer"], manifest["shards"]
             self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
@@ -106,17 +106,17 @@ class TokenSource:
         self._require(tokenizer)
         spans = [self._span(piece, share.packed) for piece in share.pieces]
         before = np.cumsum([0, *(last - first for _, first, last in spans)])
-        blocks = -(-int(before[-1]) // documents.BLOCK_DOCUMENTS)
-        for number, block in enumerate(permutation(blocks, *share.key).tolist()):
-            if number >= start[1]:
-                low, high = (documents.BLOCK_DOCUMENTS * at for at in (block, block + 1))
-                parts = [
-                    (piece, first + max(0, low - begin), min(last, first + high - begin))
-                    for (piece, first, last), begin in zip(spans, before.tolist(), strict=False)
-                    if begin < high and begin + last - first > low
-                ]
-                where = np.concatenate([self._places(*part, share.packed) for part in parts])
-                yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
+        order = permutation(-(-int(before[-1]) // documents.BLOCK_DOCUMENTS), *share.key).tolist()
+        for number in range(start[1], len(order)):
+            low = documents.BLOCK_DOCUMENTS * order[number]
+            high = low + documents.BLOCK_DOCUMENTS
+            parts = [
+                (piece, first + max(0, low - begin), min(last, first + high - begin))
+                for (piece, first, last), begin in zip(spans, before.tolist(), strict=False)
+                if begin < high and begin + last - first > low
+            ]
+            where = np.concatenate([self._places(*part, share.packed) for part in parts])
+            yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
 
     def _span(self, piece: Piece, packed: bool) -> tuple[Piece, int, int]:
         """A piece, its first document, and the one after its last."""
