@@ -56,7 +56,8 @@ def test_a_wheel_has_every_package_and_its_commands_exist():
     assert named == {"dlr_pretrain", *rooms, *folders}
     for command in project["project"]["scripts"].values():
         module, function = command.split(":")
-        path = ROOT / (module.replace("dlr_pretrain.scripts", "scripts").replace(".", "/") + ".py")
+        package, _, name = module.rpartition(".")
+        path = ROOT / folders.get(package, package.replace(".", "/")) / f"{name}.py"
         assert f"def {function}(" in path.read_text() or f"import {function}" in path.read_text()
 
 
