@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 
 from tests.conftest import ROOT
 
@@ -47,6 +48,21 @@ def test_rooms_import_downwards_only():
     files = [p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name != "__init__.py"]
     upwards = {str(p.relative_to(PACKAGE)): imported_rooms(p) - MAY_IMPORT[room(p)] for p in files}
     assert not {path: rooms for path, rooms in upwards.items() if rooms}
+
+
+def test_no_two_files_import_each_other():
+    """Also not by way of others. Imports inside functions do not count, nor do those for types alone."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= (parts & files.keys()) or {node.module}
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_a_wheel_has_every_package_and_its_commands_exist():
