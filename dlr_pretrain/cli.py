@@ -89,6 +89,8 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> 
         except UserError as error:
             sys.exit(report_error(error))
         except Exception as error:
+            if isinstance(error, OSError) and error.filename:  # a disk that is full or gone
+                sys.exit(report_error(error))
             record_for_torchrun(error)
             raise
 

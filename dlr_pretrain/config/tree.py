@@ -331,7 +331,7 @@ class Key:
         if kind is bool or (kind is int and type(value) is int):  # not by way of a float, which would round it
             fits = type(value) is kind and abs(value) < 1 << 63
         elif kind is str:
-            fits = isinstance(value, str) and value.strip() != ""
+            fits = isinstance(value, str) and value.strip() != "" and bool(value.encode())  # raises ValueError
             value = os.path.expanduser(value) if fits else value
         elif kind == list[str]:
             value = [value] if isinstance(value, str) else value

@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import NoReturn, TextIO
 
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
@@ -98,8 +99,11 @@ def command(act: Callable[[], int | None]) -> int:
     """Run ``act`` and return the command's exit code: the value of ``act`` (None: 0), or the code of what ended it.
 
     An error that a user can fix is printed in one line. If the reader of the output has gone, as after ``| head``, no
-    error is printed.
+    error is printed. A character that the output's encoding lacks is printed as its number.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not in a notebook
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = act() or 0
         sys.stdout.flush()
@@ -116,7 +120,8 @@ def command(act: Callable[[], int | None]) -> int:
 
 def report_error(error: UserError | OSError) -> int:
     """Print an error that a user can fix, record it for torchrun, and return its exit code."""
-    say_once(str(error) if isinstance(error, Stopped) else f"error: {error}")
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    say_once(said if isinstance(error, Stopped) else f"error: {said}")
     record_for_torchrun(error)
     return getattr(error, "exit_code", EXIT_FAILED)
 

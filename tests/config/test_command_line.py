@@ -253,6 +253,14 @@ def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_pat
     assert done.returncode == 2 and done.stderr.startswith("error: -m: a sweep under torchrun would run all its jobs")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_that_lacks_a_letter_gets_its_number(stub, encoding):
+    done = stub("print('\\u2014')", "+scale=tiny", "run.dir='a—'", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0 and done.stdout.count("\\u2014") == 2
+    done = stub('raise errors.UserError("\\u2014")', PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (3, "error: \\u2014\n")
+
+
 def test_a_sweeper_is_told_each_jobs_result(stub, tmp_path):
     """As Optuna's is: a callback of Hydra sees what a sweeper sees."""
     (tmp_path / "said.py").write_text(
@@ -273,6 +281,8 @@ def test_errors_have_one_line_and_their_own_code_and_a_bug_has_its_traceback(stu
     ):
         done = stub(f"raise {error}")
         assert (done.returncode, done.stderr) == (code, said)
+    done = stub('raise OSError(28, "No space left on device", "/runs/a")')
+    assert (done.returncode, done.stderr) == (3, "error: /runs/a: No space left on device\n")
     done = stub('raise RuntimeError("a bug")')
     assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
     record = tmp_path / "error.json"
