@@ -256,7 +256,7 @@ def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_pat
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_output_that_lacks_a_letter_gets_its_number(stub, encoding):
     done = stub("print('\\u2014')", "+scale=tiny", "run.dir='a—'", PYTHONIOENCODING=encoding)
-    assert done.returncode == 0 and done.stdout.count("\\u2014") == 2
+    assert done.returncode == 0 and done.stdout.count("\\u2014") == 3
     done = stub('raise errors.UserError("\\u2014")', PYTHONIOENCODING=encoding)
     assert (done.returncode, done.stderr) == (3, "error: \\u2014\n")
 
