@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as ``spin_briefly`` sets it
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank would wait for its parent's compile threads
 
 # Not the user's: what tests keep there is of files that are gone.

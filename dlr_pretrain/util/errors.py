@@ -11,6 +11,8 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import NoReturn, TextIO
 
+from dlr_pretrain.util.process import spin_briefly
+
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it diverged
 EXIT_LOST = 4  # a rank was lost or hangs, or data do not arrive: the same command continues
@@ -101,6 +103,7 @@ def command(act: Callable[[], int | None]) -> int:
     An error that a user can fix is printed in one line. If the reader of the output has gone, as after ``| head``, no
     error is printed. A character that the output's encoding lacks is printed as its number.
     """
+    spin_briefly()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # not in a notebook
             stream.reconfigure(errors="backslashreplace")

@@ -15,6 +15,16 @@ PR_SET_PDEATHSIG = 1
 stop_requests: list[int] = []  # signals that came before the run installed its own handlers
 
 
+def spin_briefly() -> None:
+    """Let OpenMP's threads wait a microsecond for each other before they sleep; call this before torch is imported.
+
+    By default they spin for milliseconds, on cores that other processes need: beside four busy loops on two cores, a run
+    trained 5 times slower. A user's own setting remains.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
 def cores() -> int:
     """CPU cores that this process may use: in a job, those of its allocation."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -43,6 +53,7 @@ def prepare() -> None:
     Signals are remembered until the run can act on them (``stop_requests``). Ctrl-C is not: it ends an import at once.
     """
     open_standard_streams()
+    spin_briefly()
     die_with_agent()
     _handle(lambda number, _frame: stop_requests.append(number))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from tests.conftest import ROOT
     (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
     (RankLost("rank 1 was lost"), 4, "error: rank 1 was lost\n"),
     (Stopped("stopped; what had begun is saved"), 75, "stopped; what had begun is saved\n"),
-    (FileNotFoundError(2, "No such file", "x.json"), 3, "error: [Errno 2] No such file: 'x.json'\n"),
+    (FileNotFoundError(2, "No such file", "x.json"), 3, "error: x.json: No such file\n"),
     (KeyboardInterrupt(), 130, "\ninterrupted\n"),
 ])  # fmt: skip
 def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
@@ -34,3 +35,12 @@ def test_a_reader_that_has_gone_is_no_error():
     done.stdout.close()
     assert done.stderr.read() == b""
     assert done.wait() == 141
+
+
+@pytest.mark.parametrize(("own", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, "None")])
+def test_openmp_spins_briefly_unless_the_user_has_a_setting(own, spins):
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")}
+    code = "import os; from dlr_pretrain.util.errors import command; "
+    code += "command(lambda: print(os.environ.get('GOMP_SPINCOUNT')))"
+    done = subprocess.run([sys.executable, "-c", code], env=clean | own, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == spins, done.stderr
