@@ -18,8 +18,8 @@ stop_requests: list[int] = []  # signals that came before the run installed its 
 def spin_briefly() -> None:
     """Let OpenMP's threads wait a microsecond for each other before they sleep; call this before torch is imported.
 
-    By default they spin for milliseconds, on cores that other processes need: beside four busy loops on two cores, a run
-    trained 5 times slower. A user's own setting remains.
+    By default they spin for milliseconds, on cores that other processes need: beside four busy loops on two cores, a
+    run trained 5 times slower. A user's own setting remains.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
