@@ -163,7 +163,7 @@ class Tokenizer:
 @dataclass
 class Train:
     steps: int = key("optimizer updates, and the span of the schedule", ge=1, le=1_000_000_000)
-    lr: float = key("peak learning rate", gt=0, le=1000)
+    lr: float = key("peak learning rate", gt=0)
     warmup_ratio: float = key("share of the steps in which the rate rises linearly", 0.1, ge=0, lt=1)
     warmup_steps: int | None = key("warm-up steps; null: train.warmup_ratio of all", None, ge=0)
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)

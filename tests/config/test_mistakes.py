@@ -44,7 +44,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "seed = 3": ["seed = 3: not of the form key=value", "without blanks"],
     "~logger": ["logger.view: needs a value", "logger=<option>"],
     "train.lr=${nope}": ["train.lr", "'nope' not found"],
-    "train.lr=": ["train.lr=: must be a number above 0 and at most 1000 (peak"],
+    "train.lr=": ["train.lr=: must be a number above 0 (peak"],
     "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
     "run.root=None": ["run.root=None: must be text (folder of the runs)", "Write ./None for the path"],
