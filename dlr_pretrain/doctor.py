@@ -37,6 +37,7 @@ from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.loop import trial_loop
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
 from dlr_pretrain.train.update import explain_out_of_memory, random_batch, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError, command, first_line
@@ -77,7 +78,7 @@ def sound(words: list[str]) -> bool:
         say("gpus", *perform(60, partial(gpus, cfg)))
         say("disk", *perform(60, lambda: in_child(partial(disk, cfg, disk_bytes(cfg, cfg.planned_vocab_size)), 30)))
     try:
-        with Ranks(cfg) as ranks:
+        with Ranks(cfg) as ranks, StopRequest(ranks):
             checks = RankChecks(cfg, ranks)
             for name, minutes in (("collectives", 2), ("data", 5), ("step", 15)):  # a step may compile
                 answers = ranks.gather(perform(60 * minutes, getattr(checks, name)))

@@ -13,8 +13,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.optim.schedule import restarts
+from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.record import describe_device
 from dlr_pretrain.train.text import FEW_TOKENS, MUCH_UNKNOWN, Text
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural

@@ -27,6 +27,7 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import TrainState
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
@@ -42,6 +43,7 @@ class Guard:
 
     cfg: Config
     ranks: Ranks
+    stop: StopRequest
     saver: Saver
     console: Console
     tokenizer: Tokenizer | None
@@ -73,7 +75,7 @@ class Guard:
     def _take(self, loader: TrainLoader) -> Batch:
         """The loader's next batch. An error becomes a UserError, because the state is sound and can be saved."""
         try:
-            return loader.take(lambda: self.ranks.stop_requested, self.ranks.heartbeat.data_timeout)
+            return loader.take(lambda: self.stop.asked, self.ranks.heartbeat.data_timeout)
         except (UserError, MemoryError):
             raise
         except Exception as error:  # from a library or the system

@@ -22,6 +22,7 @@ from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import TrainState, load, saved_tensors
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Outcome, Update, trial
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
@@ -71,7 +72,8 @@ class Loop:
             self.update.warm_up()
         while state.step < cfg.train.steps:
             batch = guard.next_batch(loader)
-            outcome = self.update(batch, state.step, rate(cfg, state.step), failed=guard.error is not None)
+            failed, stop = guard.error is not None, guard.stop.asked
+            outcome = self.update(batch, state.step, rate(cfg, state.step), failed, stop)
             state.step += 1
             self.push(outcome, batch)
 
@@ -160,6 +162,6 @@ def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metric
     """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
     console = Console(cfg, enabled=False)
     saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
-    guard, update = Guard(cfg, ranks, saver, console, None), trial(cfg, ranks, vocab_size)
+    guard, update = Guard(cfg, ranks, StopRequest(ranks), saver, console, None), trial(cfg, ranks, vocab_size)
     sinks = [metrics.write] if metrics is not None else []
     return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, sinks, saver, guard, console)

@@ -20,6 +20,7 @@ from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
+from dlr_pretrain.train.device import peak_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util.files import read_metrics, write_durably
@@ -127,7 +128,7 @@ class Meter:
             "train/grad_norm": finite_or_none(outcome.norm),
             "perf/tokens_per_second": speed,
             "perf/mfu": speed / self.peak if speed and self.peak else None,
-            "perf/max_memory_gb": self.ranks.peak_memory() / 1e9,
+            "perf/max_memory_gb": peak_memory(self.ranks.device) / 1e9,
             "time": time.time(),
         }
 

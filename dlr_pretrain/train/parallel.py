@@ -105,6 +105,7 @@ def compile_(cfg: Config, model: Llama, world_size: int) -> None:
     Activation checkpointing recomputes block by block.
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
+    torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
     alone = world_size == 1 and not is_sharded(model) and model.lm_head.weight.is_cuda
     small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
     # Without CUDA graphs, whose replays overwrite gradients that the sum over micro-batches still needs

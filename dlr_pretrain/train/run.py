@@ -29,6 +29,7 @@ from dlr_pretrain.train.record import open_record, record_start, recorded_end, u
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_tensors
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import PlannedMemory, Update, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.views import open_view
@@ -47,14 +48,18 @@ def run(cfg: Config, report: Report = lambda _: None, planned: PlannedMemory | N
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
-    with Heartbeat(cfg) as heartbeat, recorded_end(run_dir, heartbeat), Ranks(cfg, heartbeat) as ranks:
+    with ExitStack() as opened:
+        heartbeat = opened.enter_context(Heartbeat(cfg))
+        opened.enter_context(recorded_end(run_dir, heartbeat))
+        ranks = opened.enter_context(Ranks(cfg, heartbeat))
+        stop = opened.enter_context(StopRequest(ranks))
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
         text = open_text(cfg, run_dir, ranks, console.say)
         ranks.require_equal(text.fingerprints)
-        ranks.stop_if_asked("before the first step")
+        stop.raise_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
-        Run(cfg, run_dir, ranks, console, text, report, planned).complete()
+        Run(cfg, run_dir, ranks, stop, console, text, report, planned).complete()
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Run:
     cfg: Config
     dir: Path
     ranks: Ranks
+    stop: StopRequest
     console: Console
     text: Text
     report: Report
@@ -136,7 +142,7 @@ class Run:
             saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
             update = Update(cfg, ranks, model, optimizer)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
-            guard = Guard(cfg, ranks, saver, console, text.tokenizer)
+            guard = Guard(cfg, ranks, self.stop, saver, console, text.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
@@ -155,7 +161,7 @@ class Run:
 
     def fold(self, model: Llama, optimizer: Optimizer) -> None:
         """Write the folded checkpoint and the report."""
-        self.ranks.finishing()
+        self.stop.finishing()
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
         checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))

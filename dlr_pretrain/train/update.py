@@ -49,6 +49,8 @@ class Update:
 
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, optimizer: Optimizer):
         self.cfg, self.ranks, self.model, self.optimizer = cfg, ranks, model, optimizer
+        # With a mask, gradients of cuDNN's attention may be NaN, at lengths such as 192 (#196678)
+        torch.backends.cuda.enable_cudnn_sdp(not cfg.data.mask_documents)
         if cfg.compile:
             parallel.compile_(cfg, model, ranks.world_size)
         self.module, self.parameters = parallel.replicated(model, ranks.world_size), list(model.parameters())
@@ -56,7 +58,9 @@ class Update:
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
-    def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Outcome[Tensor]:
+    def __call__(
+        self, batch: Batch, index: int, lr: float, failed: bool = False, stop: bool = False
+    ) -> Outcome[Tensor]:
         """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
 
         With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read
@@ -64,11 +68,11 @@ class Update:
 
         An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
         update changes anything either. If this or another rank has ``failed``, this update and all later ones change
-        nothing. What is returned is still on the device.
+        nothing. ``stop`` says whether this rank was asked to stop. What is returned is still on the device.
         """
         to_device = self.ranks.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
-        counts = to_device(torch.tensor([0, batch.real_tokens, self.ranks.stop_requested, failed]))
+        counts = to_device(torch.tensor([0, batch.real_tokens, stop, failed]))
         counts[0] = (inputs[1] != IGNORE).sum()
         count, real_tokens, stops, failures = self.ranks.sum(counts)
 

@@ -16,6 +16,7 @@ from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import on_ranks
@@ -40,9 +41,10 @@ def test_two_ranks_agree_on_results_errors_and_stops():
                 except Exception as caught:
                     said.append(f"{type(caught).__name__} {caught}")
             said.append(both.gather(own))
-            both.stop_requested = own == 1
+            stop = StopRequest(both)
+            stop.asked = own == 1
             with pytest.raises(Stopped, match="stopped here"):
-                both.stop_if_asked("here")
+                stop.raise_if_asked("here")
         other = "ZeroDivisionError by zero" if own == 0 else "UserError rank 0 failed: ZeroDivisionError: by zero"
         assert said == ["ConfigError a=1: is odd", other, "Stopped why", 0, [0, 1]]
 
@@ -57,7 +59,7 @@ def test_ranks_that_differ_in_a_key_or_device_are_refused(words, tmp_path, monke
     def act() -> None:
         own = of_each[rank := int(os.environ["RANK"])]
         if "=" not in own:
-            monkeypatch.setattr(ranks, "_device", lambda _: torch.device(own))
+            monkeypatch.setattr(ranks, "find_device", lambda _: torch.device(own))
         with pytest.raises(UserError, match="the ranks differ") as caught:
             run(load(words(f"run.dir={tmp_path}/run", *([own] if "=" in own else [])), ranks=2))
         values = [of.rpartition("=")[2] for of in of_each]
