@@ -35,11 +35,11 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
-from dlr_pretrain.train.loop import trial_loop
+from dlr_pretrain.train.micro_batch import explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
-from dlr_pretrain.train.update import explain_out_of_memory, random_batch, resolve_micro_batch
+from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural

@@ -6,8 +6,10 @@ import gc
 import os
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.util.errors import UserError
@@ -39,6 +41,14 @@ def prepare_device(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
     elif device.type == "cpu":
         keep_freed_memory()
+
+
+def attention_backends(cfg: Config) -> AbstractContextManager[None]:
+    """The kernels of attention that training may use in this context, of the whole process."""
+    if not cfg.data.mask_documents:
+        return nullcontext()
+    # Without cuDNN's, whose gradients with a mask may be NaN, at lengths such as 192 (#196678)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def peak_memory(device: torch.device) -> int:

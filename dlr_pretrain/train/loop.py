@@ -18,12 +18,11 @@ from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
+from dlr_pretrain.train.metrics import Meter, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import TrainState, load, saved_tensors
-from dlr_pretrain.train.stop import StopRequest
-from dlr_pretrain.train.update import Outcome, Update, trial
+from dlr_pretrain.train.update import Outcome, Update
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
 
@@ -156,12 +155,3 @@ class Loop:
         self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})
         self.guard.resume(self.state)
         found.close()
-
-
-def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
-    """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
-    console = Console(cfg, enabled=False)
-    saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
-    guard, update = Guard(cfg, ranks, StopRequest(ranks), saver, console, None), trial(cfg, ranks, vocab_size)
-    sinks = [metrics.write] if metrics is not None else []
-    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, sinks, saver, guard, console)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.train.device import find_device, prepare_device
+from dlr_pretrain.train.device import attention_backends, find_device, prepare_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import RankLost, Stopped, UserError, first_line, write_to_stderr
@@ -49,7 +49,26 @@ class Ranks(AbstractContextManager["Ranks"]):
                 reason = f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {first_line(error)}"
                 fix = "On several nodes, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use"
                 raise UserError(f"{reason}. {fix}") from error
+        self._attention = attention_backends(cfg)
         torch.manual_seed(cfg.seed)
+
+    def __enter__(self) -> Ranks:
+        self._attention.__enter__()
+        return self
+
+    def use_device(self) -> None:
+        """Use the device for the first time, after all checks that need none."""
+        prepare_device(self.device)
+        if self.world_size > 1:  # NCCL connects with the first collective, and may wait for ever for a broken link
+            with self.heartbeat.may_wait(max(CONNECT, self.heartbeat.limit)):
+                self.sum(torch.zeros((), device=self.device)).item()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
+        self.heartbeat.ticks += 1  # a batch is a sign of progress, also in an evaluation
+        if self.device.type == "cuda" and tensor.device.type == "cpu":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
 
     def start_heartbeat(self, run_dir: Path) -> None:
         """Take the run directory, and watch the progress of all ranks from now on."""
@@ -123,25 +142,15 @@ class Ranks(AbstractContextManager["Ranks"]):
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)
 
-    def use_device(self) -> None:
-        """Use the device for the first time, after all checks that need none."""
-        prepare_device(self.device)
-        if self.world_size > 1:  # NCCL connects with the first collective, and may wait for ever for a broken link
-            with self.heartbeat.may_wait(max(CONNECT, self.heartbeat.limit)):
-                self.sum(torch.zeros((), device=self.device)).item()
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
-        self.heartbeat.ticks += 1  # a batch is a sign of progress, also in an evaluation
-        if self.device.type == "cuda" and tensor.device.type == "cpu":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor.to(self.device)
+    # ------------------------------------------------------------------------------------------------
+    # The end
 
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
         """Destroy the process group if all ranks leave together. Raises RankLost if ``error`` follows from a lost rank.
 
         A rank that fails may be alone, and ends without that: NCCL would wait for the other ranks, and they for it.
         """
+        self._attention.__exit__(None, None, None)
         lost = self._lost(error)
         together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.step)
         if dist.is_initialized() and together:

@@ -24,6 +24,7 @@ from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.micro_batch import PlannedMemory, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
@@ -31,7 +32,7 @@ from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_tensors
 from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.text import Text, open_text
-from dlr_pretrain.train.update import PlannedMemory, Update, explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
 from dlr_pretrain.util.errors import Diverged, Stopped
 from dlr_pretrain.util.files import read_metrics

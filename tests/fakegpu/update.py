@@ -31,7 +31,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_model
-from dlr_pretrain.train.update import random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
 
 TIMED = 10  # further updates, for host_ms
 STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes

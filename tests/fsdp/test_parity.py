@@ -12,7 +12,7 @@ from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.models import attach_dlr
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import trial
+from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA
 from tests.conftest import on_ranks

@@ -22,7 +22,7 @@ from dlr_pretrain.models import build
 from dlr_pretrain.models.residual import add_
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded
-from dlr_pretrain.train.update import random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
 from tests.conftest import ROOT, saved
 from tests.deploy.models import exported, of_kind, tokenizer_of
 from tests.golden.regenerate import VOCAB, batches

@@ -16,7 +16,8 @@ from dlr_pretrain.data.order import permutation
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import Update, random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import forked

@@ -11,9 +11,9 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.checkpoint import load as load_checkpoint
-from dlr_pretrain.train.loop import trial_loop
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import Text
+from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved

@@ -11,9 +11,10 @@ from dlr_pretrain import __main__ as command
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
+from dlr_pretrain.train.micro_batch import USABLE, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.update import USABLE, Update, explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import UserError
 
 
