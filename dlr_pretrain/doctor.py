@@ -29,13 +29,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlr_pretrain.analysis.memory import planned_memory
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
-from dlr_pretrain.train.micro_batch import explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.micro_batch import explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
@@ -245,7 +244,7 @@ class RankChecks:
         losses, times = [], []
         with ExitStack() as kept:
             scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
-            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, planned_memory, scratch)
+            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, scratch)
             rows = cfg.micro_batch(ranks.world_size)
             few = min(2, cfg.train.global_batch // ranks.world_size // rows)
             short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +11,28 @@ import torch
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
+from dlr_pretrain.models.memory import memory
+from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 
 USABLE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
-# (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
-PlannedMemory = Callable[[Config, int, int], int]
 
 
-def resolve_micro_batch(
-    cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory | None, run_dir: Path
-) -> Config:
+def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
+    """The peak bytes of a rank, as the plan estimates them."""
+    return memory(cfg, vocab_size, ranks, state_bytes).total
+
+
+def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path) -> Config:
     """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has room. All must call.
 
     The run's record keeps it for later starts on as many ranks, because another number would change the rounding of the
-    losses: they take it as long as it fits at all. Without a GPU, or without ``planned``, ``auto`` is ``null``. Raises
-    UserError if no sequence fits.
+    losses: they take it as long as it fits at all. Without a GPU, ``auto`` is ``null``. Raises UserError if no
+    sequence fits.
     """
-    if cfg.train.micro_batch != "auto" or planned is None or ranks.device.type != "cuda":
+    if cfg.train.micro_batch != "auto" or ranks.device.type != "cuda":
         return cfg
     world = ranks.world_size
     share = cfg.train.global_batch // world
@@ -38,7 +41,7 @@ def resolve_micro_batch(
     room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE)
 
     def fits(rows: int) -> bool:
-        return planned(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room
+        return planned_memory(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room
 
     divisors = (rows for rows in range(most, 0, -1) if share % rows == 0)
     rows, least = min(ranks.gather((next(filter(fits, divisors), 0), room)))

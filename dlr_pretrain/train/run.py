@@ -1,4 +1,4 @@
-"""A whole run, from a configuration to a folded checkpoint and a report; it resumes from the newest checkpoint."""
+"""A whole run, from a configuration to a folded checkpoint; it resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.micro_batch import PlannedMemory, explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.micro_batch import explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
@@ -34,33 +34,31 @@ from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
-from dlr_pretrain.util.errors import Diverged, Stopped
+from dlr_pretrain.util.errors import Diverged
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import loading
 
-Report = Callable[[Path], None]  # writes the report of a run directory into it
 
-
-def run(cfg: Config, report: Report = lambda _: None, planned: PlannedMemory | None = None) -> None:
+def run(cfg: Config) -> bool:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned`` is the
-    plan's estimate of memory, for ``train.micro_batch=auto``.
-    Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
+    Returns whether it has trained or folded: False if the run was complete already. Raises Stopped if the run was asked
+    to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
-    with ExitStack() as opened:
-        heartbeat = opened.enter_context(Heartbeat(cfg))
-        opened.enter_context(recorded_end(run_dir, heartbeat))
-        ranks = opened.enter_context(Ranks(cfg, heartbeat))
-        stop = opened.enter_context(StopRequest(ranks))
+    with (
+        Heartbeat(cfg) as heartbeat,
+        recorded_end(run_dir, heartbeat),
+        Ranks(cfg, heartbeat) as ranks,
+        StopRequest(ranks) as stop,
+    ):
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
         text = open_text(cfg, run_dir, ranks, console.say)
         ranks.require_equal(text.fingerprints)
         stop.raise_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
-        Run(cfg, run_dir, ranks, stop, console, text, report, planned).complete()
+        return Run(cfg, run_dir, ranks, stop, console, text).complete()
 
 
 @dataclass
@@ -73,18 +71,21 @@ class Run:
     stop: StopRequest
     console: Console
     text: Text
-    report: Report
-    planned: PlannedMemory | None
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # of records: metrics, W&B; on rank 0 only
 
-    def complete(self) -> None:
-        """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
+    def complete(self) -> bool:
+        """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used.
+
+        Returns False if there is nothing to do.
+        """
         self.open_record()
         start = find_start(self.cfg, self.dir, self.ranks, self.text.vocab_size, self.console.say)
         if start.saved == self.cfg.train.steps and self.ranks.on_main((self.dir / "folded" / "README.md").exists):
-            return self.say_complete()
+            self.console.say(f"{self.dir} is complete.")
+            self.say_how_to_load()
+            return False
         self.use_device()
         with explain_out_of_memory(self.cfg, self.ranks):
             fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
@@ -93,6 +94,7 @@ class Run:
             self.summarize(model, start)
             self.train(model, optimizer, start)
         self.fold(model, optimizer)
+        return True
 
     def open_record(self) -> None:
         """Write down what this run is. Raises UserError if the directory holds another run."""
@@ -106,12 +108,6 @@ class Run:
 
         self.ranks.on_main(write)
 
-    def say_complete(self) -> None:
-        if not self.ranks.on_main((self.dir / "report.md").exists):  # killed between export and report
-            self.ranks.on_main(self.write_report)
-        self.console.say(f"{self.dir} is complete.")
-        self.say_how_to_load()
-
     def use_device(self) -> None:
         """Use the device for the first time, and note this start."""
         ranks = self.ranks
@@ -122,7 +118,7 @@ class Run:
         ranks.on_main(
             lambda: record_start(self.dir, ranks.world_size, ranks.device, source.describe(), source.contents)
         )
-        self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.planned, self.dir)
+        self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.dir)
 
     def summarize(self, model: Llama, start: Start) -> None:
         """Show on the console what will be trained."""
@@ -161,32 +157,21 @@ class Run:
             self.sinks.append(opened.enter_context(view).log)
 
     def fold(self, model: Llama, optimizer: Optimizer) -> None:
-        """Write the folded checkpoint and the report."""
+        """Write the folded checkpoint."""
         self.stop.finishing()
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
         checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))
-        self.ranks.on_main(self.write_report)
         self.console.summary({"folded": checked, "finished": f"in {duration(time.time() - self.started)}"})
         self.say_how_to_load()
 
-    def write_report(self) -> None:
-        """Write the report of a run that has trained. If that fails, one line says so, and the run is complete."""
-        try:
-            self.report(self.dir)
-        except Stopped:
-            raise
-        except Exception as error:
-            fix = f"Try python scripts/report.py {self.dir} --output DIR"
-            self.console.say(f"warning: no report, {type(error).__name__}: {error}. {fix}")
-
     def say_how_to_load(self) -> None:
         """Say where the result is and how to load it."""
-        folded, report = self.dir / "folded", self.dir / "report.md"
+        folded = self.dir / "folded"
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
         if not (folded / "config.json").exists():  # of a backbone of one's own
             code = "    transformers has no layer for it: see docs/extending.md, and fold a checkpoint again"
-        self.console.say((f"report      {report}\n" if report.exists() else "") + f"export      {folded}\n\n{code}")
+        self.console.say(f"export      {folded}\n\n{code}")
 
 
 def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], text: Text) -> str:
