@@ -132,7 +132,7 @@ def _hide(directory: Path) -> Path:
 # Reading
 
 
-class Stored:
+class StoredTensor:
     """A tensor in a checkpoint, read from the disk on demand, from every part that holds some of its rows."""
 
     def __init__(self, pieces: list[tuple[int, Any]], rows: int | None, ranks: Ranks | None):
@@ -173,8 +173,8 @@ class Checkpoint:
     """A checkpoint on disk."""
 
     path: Path
-    model: dict[str, Stored]
-    optimizer: dict[str, Stored]
+    model: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor]
     state: dict[str, Any]
     sha256: str
 
@@ -189,7 +189,7 @@ class Checkpoint:
 
 
 def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
-    """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``Stored``."""
+    """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``StoredTensor``."""
     content = json.loads((directory / CONTENT).read_text())
     pieces: dict[str, list[tuple[int, Any]]] = {}
     counts: dict[str, int | None] = {}
@@ -199,9 +199,9 @@ def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
             first, counts[name] = entry["rows"].get(name, (0, None))
             pieces.setdefault(name, []).append((first, file.get_slice(name)))
 
-    def group(prefix: str) -> dict[str, Stored]:
+    def group(prefix: str) -> dict[str, StoredTensor]:
         names = (name for name in pieces if name.startswith(prefix))
-        return {name.removeprefix(prefix): Stored(pieces[name], counts[name], ranks) for name in names}
+        return {name.removeprefix(prefix): StoredTensor(pieces[name], counts[name], ranks) for name in names}
 
     return Checkpoint(directory, group("model/"), group("optimizer/"), content["state"], content["sha256"])
 

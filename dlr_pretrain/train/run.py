@@ -19,6 +19,7 @@ from dlr_pretrain.models.flops import flops_per_token, parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.optim.build import Optimizer, checkpoint_bytes
 from dlr_pretrain.train.console import Console, duration, summary
+from dlr_pretrain.train.corpus import Corpus, open_corpus
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
@@ -31,7 +32,6 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_tensors
 from dlr_pretrain.train.stop import StopRequest
-from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
 from dlr_pretrain.util.errors import Diverged
@@ -54,11 +54,11 @@ def run(cfg: Config) -> bool:
     ):
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
-        text = open_text(cfg, run_dir, ranks, console.say)
-        ranks.require_equal(text.fingerprints)
+        corpus = open_corpus(cfg, run_dir, ranks, console.say)
+        ranks.require_equal(corpus.fingerprints)
         stop.raise_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
-        return Run(cfg, run_dir, ranks, stop, console, text).complete()
+        return Run(cfg, run_dir, ranks, stop, console, corpus).complete()
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Run:
     ranks: Ranks
     stop: StopRequest
     console: Console
-    text: Text
+    corpus: Corpus
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # of records: metrics, W&B; on rank 0 only
@@ -81,14 +81,14 @@ class Run:
         Returns False if there is nothing to do.
         """
         self.open_record()
-        start = find_start(self.cfg, self.dir, self.ranks, self.text.vocab_size, self.console.say)
+        start = find_start(self.cfg, self.dir, self.ranks, self.corpus.vocab_size, self.console.say)
         if start.saved == self.cfg.train.steps and self.ranks.on_main((self.dir / "folded" / "README.md").exists):
             self.console.say(f"{self.dir} is complete.")
             self.say_how_to_load()
             return False
         self.use_device()
         with explain_out_of_memory(self.cfg, self.ranks):
-            fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
+            fresh, vocab_size = start.checkpoint is None, self.corpus.vocab_size
             model = new_model(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
             optimizer = new_optimizer(self.cfg, model)
             self.summarize(model, start)
@@ -98,13 +98,13 @@ class Run:
 
     def open_record(self) -> None:
         """Write down what this run is. Raises UserError if the directory holds another run."""
-        text = self.text
+        corpus = self.corpus
 
         def write() -> None:
             self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
-            open_record(self.dir, self.cfg, text.fingerprints)
-            update_record(self.dir, {"data.version": text.source.version})
-            text.tokenizer.save(self.dir / "tokenizer")
+            open_record(self.dir, self.cfg, corpus.fingerprints)
+            update_record(self.dir, {"data.version": corpus.source.version})
+            corpus.tokenizer.save(self.dir / "tokenizer")
 
         self.ranks.on_main(write)
 
@@ -114,22 +114,22 @@ class Run:
         ranks.use_device()
         if (ranks.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
-        source = self.text.source
+        source = self.corpus.source
         ranks.on_main(
             lambda: record_start(self.dir, ranks.world_size, ranks.device, source.describe(), source.contents)
         )
-        self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.dir)
+        self.cfg = resolve_micro_batch(self.cfg, ranks, self.corpus.vocab_size, self.dir)
 
     def summarize(self, model: Llama, start: Start) -> None:
         """Show on the console what will be trained."""
         trained = parameter_counts(self.cfg, model)["trainable"]
-        flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
+        flops = flops_per_token(self.cfg, self.corpus.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         self.ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, model) | start.summary())
+        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.corpus, model) | start.summary())
 
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""
-        cfg, ranks, text, console, found = self.cfg, self.ranks, self.text, self.console, start.checkpoint
+        cfg, ranks, corpus, console, found = self.cfg, self.ranks, self.corpus, self.console, start.checkpoint
         with ExitStack() as opened:
             opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
@@ -138,14 +138,14 @@ class Run:
             tensors = saved_tensors(model, optimizer.values)
             saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
             update = Update(cfg, ranks, model, optimizer)
-            evaluator = Evaluator(text.validation, update.micro_batch, ranks)
-            guard = Guard(cfg, ranks, self.stop, saver, console, text.tokenizer)
+            evaluator = Evaluator(corpus.validation, update.micro_batch, ranks)
+            guard = Guard(cfg, ranks, self.stop, saver, console, corpus.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
                 loop.resume(found)
             streams = loop.state.streams or None
-            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
+            loader = TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, streams)
             opened.enter_context(closing(loader))
             loop.fit(loader)
 
@@ -161,7 +161,7 @@ class Run:
         self.stop.finishing()
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
-        checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))
+        checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.corpus))
         self.console.summary({"folded": checked, "finished": f"in {duration(time.time() - self.started)}"})
         self.say_how_to_load()
 
@@ -174,7 +174,7 @@ class Run:
         self.console.say(f"export      {folded}\n\n{code}")
 
 
-def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], text: Text) -> str:
+def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], corpus: Corpus) -> str:
     """Write ``<run>/folded`` from the folded ``tensors``, by their exported names; returns how it was checked.
 
     Raises UserError if the export is not what was trained; it then stays in ``<run>/.folded.partial``. Raises Diverged,
@@ -186,7 +186,7 @@ def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], text: Text) -
             f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
             f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
         )
-    ids = torch.from_numpy(text.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
+    ids = torch.from_numpy(corpus.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)
-    record["unknown tokens of the text"] = f"{text.unknown:.2%}"
+    record["unknown tokens of the text"] = f"{corpus.unknown:.2%}"
     return export(run_dir / "folded", cfg, tensors, run_dir / "tokenizer", record, ids)

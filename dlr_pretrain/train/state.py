@@ -29,7 +29,7 @@ from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import Residuals, add_, entries
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.optim.build import build as build_optimizer
-from dlr_pretrain.train.checkpoint import Stored
+from dlr_pretrain.train.checkpoint import StoredTensor
 from dlr_pretrain.train.parallel import is_sharded, shard_
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
@@ -105,7 +105,7 @@ def saved_tensors(model: Llama, values: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def load(model: Llama, optimizer: Optimizer, tensors: Mapping[str, Stored]) -> None:
+def load(model: Llama, optimizer: Optimizer, tensors: Mapping[str, StoredTensor]) -> None:
     """Load the tensors of a checkpoint of this model."""
     with optimizer.taken_out() as values:
         for name, value in saved_tensors(model, values).items():

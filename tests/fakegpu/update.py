@@ -90,10 +90,8 @@ def main(words: list[str]) -> dict:
             pending.push(STEADY + 1, update(batch, STEADY, 1e-3), batch)
             mark("end")
             torch.cuda.set_sync_debug_mode("default")
-        peak, planned = (
-            torch.cuda.max_memory_allocated() - workspaces,
-            planned_memory(cfg, vocab_size, ranks.world_size),
-        )
+        peak = torch.cuda.max_memory_allocated() - workspaces
+        planned = planned_memory(cfg, vocab_size, ranks.world_size)
         moved.stop()  # it would take a twentieth of the time
         seconds = []
         for index in range(STEADY + 1, STEADY + 1 + TIMED):

@@ -71,7 +71,7 @@ def test_ranks_that_differ_in_a_key_or_device_are_refused(words, tmp_path, monke
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["text.open_source", "run.new_model", "update.Update.step"])
+@pytest.mark.parametrize("stage", ["corpus.open_source", "run.new_model", "update.Update.step"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     before = signal.getsignal(signal.SIGTERM)
 
