@@ -84,7 +84,7 @@ class Console:
             self._line_open = False
 
 
-def summary(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model: Llama) -> dict[str, str]:
+def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model: Llama) -> dict[str, str]:
     """What a run will train: label and text of each row."""
     t, world, micro = cfg.train, ranks.world_size, cfg.micro_batch(ranks.world_size)
     knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")

@@ -21,7 +21,7 @@ from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.state import TrainState, load, saved_tensors
+from dlr_pretrain.train.state import Skipped, TrainState, load, saved_tensors
 from dlr_pretrain.train.update import Outcome, Update
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
@@ -106,12 +106,12 @@ class Loop:
         """
         state = self.state
         for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.stops_after(state.step)):
-            if not self.guard.see(step, outcome, batch):
+            if not self.guard.see(state, step, outcome, batch):
                 break
             state.streams = batch.state
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
-            record: dict = {"step": step, "train/skipped": self.guard.skipped}
+            record: dict = {"step": step, "train/skipped": state.skipped.total}
             record |= {"train/tokens": state.tokens, "train/real_tokens": state.real_tokens}
             record |= self.meter.record(step, outcome)
             if evaluates and step == state.step:
@@ -141,7 +141,7 @@ class Loop:
         streams: dict[str, list[int]] = {}
         for own in self.ranks.gather(self.state.streams):
             streams |= own
-        state = replace(self.state, streams=streams, skipped=self.guard.counts())
+        state = replace(self.state, streams=streams)
         model, optimizer = self.update.model, self.update.optimizer
         with optimizer.taken_out() as values:
             tensors = saved_tensors(model, values)
@@ -153,5 +153,6 @@ class Loop:
         load(self.update.model, self.update.optimizer, found.model)
         self.update.optimizer.load_state_tensors(found.optimizer)
         self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})
+        self.state.skipped = Skipped(*self.state.skipped)
         self.guard.resume(self.state)
         found.close()

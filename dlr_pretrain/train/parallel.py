@@ -92,12 +92,6 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return torch.sqrt(square + global_norm(whole).square() if whole else square)
 
 
-def release_(model: Llama) -> None:
-    """After an evaluation: FSDP's root would keep its gathered weights until a backward pass."""
-    if is_sharded(model):
-        model.reshard()  # type: ignore[operator]  # of FSDPModule
-
-
 def compile_(cfg: Config, model: Llama, world_size: int) -> None:
     """Compile ``model`` in place: on one GPU as one graph, up to 350m, and otherwise block by block.
 

@@ -65,7 +65,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
-        self.heartbeat.ticks += 1  # a batch is a sign of progress, also in an evaluation
+        self.heartbeat.tick()  # a batch is a sign of progress, also in an evaluation
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)

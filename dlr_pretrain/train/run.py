@@ -18,7 +18,7 @@ from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, expor
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.optim.build import Optimizer, checkpoint_bytes
-from dlr_pretrain.train.console import Console, duration, summary
+from dlr_pretrain.train.console import Console, describe_run, duration
 from dlr_pretrain.train.corpus import Corpus, open_corpus
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
@@ -125,7 +125,7 @@ class Run:
         trained = parameter_counts(self.cfg, model)["trainable"]
         flops = flops_per_token(self.cfg, self.corpus.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         self.ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.corpus, model) | start.summary())
+        self.console.summary(describe_run(self.cfg, self.dir, self.ranks, self.corpus, model) | start.summary())
 
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 
+class Skipped(NamedTuple):
+    """The updates that were left out because their loss or gradient was not finite."""
+
+    total: int = 0
+    in_a_row: int = 0  # up to the last
+    last: int = 0  # its step
+
+    def and_step(self, step: int) -> Skipped:
+        return Skipped(self.total + 1, self.in_a_row + 1 if self.last == step - 1 else 1, step)
+
+
 @dataclass
 class TrainState:
     """What a checkpoint holds beside the tensors of model and optimizer."""
@@ -44,7 +56,7 @@ class TrainState:
     tokens: int = 0  # positions so far, padding included
     real_tokens: int = 0
     streams: dict[str, list[int]] = field(default_factory=dict)  # the position in the data, none before the first batch
-    skipped: list[int] = field(default_factory=lambda: [0, 0, 0])  # see ``Guard``
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 def new_model(

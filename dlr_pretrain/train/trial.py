@@ -12,7 +12,6 @@ from dlr_pretrain.models import Llama
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.loop import Loop
-from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import new_model, new_optimizer
@@ -26,13 +25,12 @@ def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None
     return Update(cfg, ranks, model, new_optimizer(cfg, model))
 
 
-def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
+def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path) -> Loop:
     """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
     console = Console(cfg, enabled=False)
-    saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
+    saver = Saver(run_dir, ranks, cfg.checkpoint, None, console)
     guard, update = Guard(cfg, ranks, StopRequest(ranks), saver, console, None), trial(cfg, ranks, vocab_size)
-    sinks = [metrics.write] if metrics is not None else []
-    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, sinks, saver, guard, console)
+    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, [], saver, guard, console)
 
 
 def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
