@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +93,8 @@ def begin(root: Path, name: str) -> Path:
     return made
 
 
-def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:
-    """Write ``pieces`` (CPU tensors) durably; returns the entry of the file in ``checkpoint.json``."""
+def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Piece]) -> tuple[str, dict[str, Any]]:
+    """Write ``pieces`` (CPU tensors) durably; returns the file's name and its entry in ``checkpoint.json``."""
     path = folder / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     try:
         save_file({name: piece.tensor.contiguous() for name, piece in pieces.items()}, path)
@@ -103,13 +103,13 @@ def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Pi
     path.chmod(0o644)  # the library makes it private
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
-    return {path.name: {"sha256": _sha256(path), "rows": rows}}
+    return path.name, {"sha256": _sha256(path), "rows": rows}
 
 
-def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
-    """Make the parts in ``folder`` the checkpoint of ``step``, durably; delete those that ``keep`` does not keep."""
-    root, final = folder.parent, folder.parent / name_of(step)
-    content = {"format": FORMAT, "state": state, "files": parts}
+def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
+    """Make ``parts`` and ``state`` a checkpoint, durably; delete those that ``keep`` does not keep."""
+    root, final = folder.parent, folder.parent / name_of(state["step"])
+    content = {"format": FORMAT, "state": state, "files": dict(parts)}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
     hidden = [_hide(final)] if final.exists() else []  # another start wrote it, which then lost the run to this one
     os.rename(folder, final)

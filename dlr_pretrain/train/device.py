@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -13,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.process import keep_freed_memory
 from dlr_pretrain.util.text import plural
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+GIB = 1 << 30
 
 
 def find_device(cfg: Config) -> torch.device:
@@ -41,6 +44,17 @@ def prepare_device(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
     elif device.type == "cpu":
         keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next allocations, except blocks of more than 1 GiB.
+
+    Each step on a CPU allocates and frees the same tensors. Without this call, most of them are given back to the
+    kernel and come again page by page. Other C libraries are left as they are, and glibc's that refuse such a bound.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def attention_backends(cfg: Config) -> AbstractContextManager[None]:

@@ -146,7 +146,7 @@ class Loop:
         with optimizer.taken_out() as values:
             tensors = saved_tensors(model, values)
             self.guard.require_sound(self.state.step, tensors)
-            self.saver.save(state.step, Snapshot(tensors, optimizer.state_tensors(), asdict(state)), final)
+            self.saver.save(Snapshot(tensors, optimizer.state_tensors(), asdict(state)), final)
 
     def resume(self, found: Checkpoint) -> None:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
