@@ -54,7 +54,7 @@ class Snapshot:
     state: dict[str, Any]  # JSON
 
 
-class Piece(NamedTuple):
+class TensorRows(NamedTuple):
     """Some rows of a tensor, or all of it."""
 
     tensor: Tensor
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 # Writing
 
 
-def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
+def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, TensorRows]:
     """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes."""
     tensors = {f"model/{name}": tensor.detach() for name, tensor in snapshot.model.items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in snapshot.optimizer.items()}
@@ -75,12 +75,12 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
         if sharded.is_sharded(tensor):
             first, end = sharded.span(tensor)
             if first < end:
-                pieces[name] = Piece(sharded.local_rows(tensor), first, tensor.shape[0])
+                pieces[name] = TensorRows(sharded.local_rows(tensor), first, tensor.shape[0])
         else:
             writer = loads.index(min(loads))
             loads[writer] += tensor.nbytes
             if writer == rank:
-                pieces[name] = Piece(tensor)
+                pieces[name] = TensorRows(tensor)
     return pieces
 
 
@@ -93,7 +93,9 @@ def begin(root: Path, name: str) -> Path:
     return made
 
 
-def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Piece]) -> tuple[str, dict[str, Any]]:
+def write_part(
+    folder: Path, rank: int, world_size: int, pieces: Mapping[str, TensorRows]
+) -> tuple[str, dict[str, Any]]:
     """Write ``pieces`` (CPU tensors) durably; returns the file's name and its entry in ``checkpoint.json``."""
     path = folder / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     try:
@@ -136,7 +138,7 @@ class StoredTensor:
     """A tensor in a checkpoint, read from the disk on demand, from every part that holds some of its rows."""
 
     def __init__(self, pieces: list[tuple[int, Any]], rows: int | None, ranks: Ranks | None):
-        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``Piece``.
+        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``TensorRows``.
 
         With ``ranks``, rank 0 reads the whole tensor and the others receive it.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +21,7 @@ from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.state import Skipped, TrainState, load, saved_tensors
+from dlr_pretrain.train.state import Skipped, TrainState, load_tensors, saved_tensors
 from dlr_pretrain.train.update import Outcome, Update
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
@@ -39,29 +39,24 @@ def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
     return profile(schedule=steps, on_trace_ready=write_if_possible)
 
 
+@dataclass
 class Loop:
-    """Trains the model of ``update`` from ``state`` to the last step.
+    """Trains the model of ``update`` from ``state`` to the last step."""
 
-    ``sinks`` take the record of each step, on rank 0 only.
-    """
+    cfg: Config
+    ranks: Ranks
+    update: Update
+    evaluator: Evaluate
+    sinks: Sequence[Callable[[dict], None]]  # of the record of each step, on rank 0 only
+    saver: Saver
+    guard: Guard
+    console: Console
+    state: TrainState = field(default_factory=TrainState)
 
-    def __init__(
-        self,
-        cfg: Config,
-        ranks: Ranks,
-        update: Update,
-        evaluator: Evaluate,
-        sinks: Sequence[Callable[[dict], None]],
-        saver: Saver,
-        guard: Guard,
-        console: Console,
-    ):
-        self.cfg, self.ranks, self.update, self.evaluator = cfg, ranks, update, evaluator
-        self.sinks, self.saver, self.guard, self.console = sinks, saver, guard, console
-        self.profiler = profiler(cfg, saver.run_dir, ranks) if cfg.profile.enabled else None
-        self.meter = Meter(cfg, ranks, update.model, update.micro_batch)
-        self.pending = Pending(ranks.device)
-        self.state = TrainState()
+    def __post_init__(self) -> None:
+        self.profiler = profiler(self.cfg, self.saver.run_dir, self.ranks) if self.cfg.profile.enabled else None
+        self.meter = Meter(self.cfg, self.ranks, self.update.model, self.update.micro_batch)
+        self.pending = Pending(self.ranks.device)
 
     def fit(self, loader: TrainLoader) -> None:
         """Train to the last step. ``guard`` raises whatever ends the run before it."""
@@ -150,7 +145,7 @@ class Loop:
 
     def resume(self, found: Checkpoint) -> None:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
-        load(self.update.model, self.update.optimizer, found.model)
+        load_tensors(self.update.model, self.update.optimizer, found.model)
         self.update.optimizer.load_state_tensors(found.optimizer)
         self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})
         self.state.skipped = Skipped(*self.state.skipped)

@@ -36,12 +36,12 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
-        write_durably(path, "".join(_line(record) for record in kept))
+        write_durably(path, "".join(_json_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
         """Append a line. If the disk does not take it now, it stays in ``unwritten``, and the next call tries again."""
-        self._append(_line(record).encode())
+        self._append(_json_line(record).encode())
 
     def _append(self, more: bytes = b"") -> None:
         with self._mutex:
@@ -64,7 +64,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self.file.close()
 
 
-def _line(record: dict) -> str:
+def _json_line(record: dict) -> str:
     finite = {name: finite_or_none(v) if isinstance(v, float) else v for name, v in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 

@@ -80,52 +80,37 @@ class Run:
 
         Returns False if there is nothing to do.
         """
-        self.open_record()
-        start = find_start(self.cfg, self.dir, self.ranks, self.corpus.vocab_size, self.console.say)
-        if start.saved == self.cfg.train.steps and self.ranks.on_main((self.dir / "folded" / "README.md").exists):
-            self.console.say(f"{self.dir} is complete.")
+        cfg, ranks, console, corpus = self.cfg, self.ranks, self.console, self.corpus
+        ranks.on_main(self.open_record)
+        start = find_start(cfg, self.dir, ranks, corpus.vocab_size, console.say)
+        if start.saved == cfg.train.steps and ranks.on_main((self.dir / "folded" / "README.md").exists):
+            console.say(f"{self.dir} is complete.")
             self.say_how_to_load()
             return False
-        self.use_device()
-        with explain_out_of_memory(self.cfg, self.ranks):
-            fresh, vocab_size = start.checkpoint is None, self.corpus.vocab_size
-            model = new_model(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
-            optimizer = new_optimizer(self.cfg, model)
-            self.summarize(model, start)
+
+        ranks.use_device()
+        if (ranks.device.type, cfg.device) == ("cpu", "auto") and cfg.scale.name != "tiny":
+            console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
+        read = corpus.source.describe(), corpus.source.contents
+        ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
+        self.cfg = cfg = resolve_micro_batch(cfg, ranks, corpus.vocab_size, self.dir)
+        with explain_out_of_memory(cfg, ranks):
+            model = new_model(cfg, ranks, corpus.vocab_size, start.folder, initialize=start.checkpoint is None)
+            optimizer = new_optimizer(cfg, model)
+            trained = parameter_counts(cfg, model)["trainable"]
+            flops = flops_per_token(cfg, corpus.vocab_size, cfg.micro_batch(ranks.world_size))
+            ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
+            console.summary(describe_run(cfg, self.dir, ranks, corpus, model) | start.summary())
             self.train(model, optimizer, start)
         self.fold(model, optimizer)
         return True
 
     def open_record(self) -> None:
-        """Write down what this run is. Raises UserError if the directory holds another run."""
-        corpus = self.corpus
-
-        def write() -> None:
-            self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
-            open_record(self.dir, self.cfg, corpus.fingerprints)
-            update_record(self.dir, {"data.version": corpus.source.version})
-            corpus.tokenizer.save(self.dir / "tokenizer")
-
-        self.ranks.on_main(write)
-
-    def use_device(self) -> None:
-        """Use the device for the first time, and note this start."""
-        ranks = self.ranks
-        ranks.use_device()
-        if (ranks.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
-            self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
-        source = self.corpus.source
-        ranks.on_main(
-            lambda: record_start(self.dir, ranks.world_size, ranks.device, source.describe(), source.contents)
-        )
-        self.cfg = resolve_micro_batch(self.cfg, ranks, self.corpus.vocab_size, self.dir)
-
-    def summarize(self, model: Llama, start: Start) -> None:
-        """Show on the console what will be trained."""
-        trained = parameter_counts(self.cfg, model)["trainable"]
-        flops = flops_per_token(self.cfg, self.corpus.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
-        self.ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-        self.console.summary(describe_run(self.cfg, self.dir, self.ranks, self.corpus, model) | start.summary())
+        """On rank 0: write down what this run is. Raises UserError if the directory holds another run."""
+        self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
+        open_record(self.dir, self.cfg, self.corpus.fingerprints)
+        update_record(self.dir, {"data.version": self.corpus.source.version})
+        self.corpus.tokenizer.save(self.dir / "tokenizer")
 
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""

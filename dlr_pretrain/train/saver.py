@@ -17,7 +17,7 @@ import torch
 from dlr_pretrain.config import tree
 from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Piece, Snapshot
+from dlr_pretrain.train.checkpoint import Snapshot, TensorRows
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
@@ -105,7 +105,7 @@ class Saver(AbstractContextManager["Saver"]):
         if self.error is not None:
             raise self.error
 
-    def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
+    def _to_host(self, pieces: dict[str, TensorRows]) -> tuple[dict[str, TensorRows], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host.
 
         They share one buffer, which is kept, because new memory is slow, and torch rounds each piece of pinned memory
@@ -126,7 +126,7 @@ class Saver(AbstractContextManager["Saver"]):
         copied.record()
         return copies, copied
 
-    def _write(self, pieces: dict[str, Piece], copied: torch.cuda.Event | None, state: dict[str, Any]) -> None:
+    def _write(self, pieces: dict[str, TensorRows], copied: torch.cuda.Event | None, state: dict[str, Any]) -> None:
         """In a thread of its own: write ``pieces`` and ``state`` as a checkpoint, in ``TRIES`` attempts.
 
         All ranks fail together, and say so once. Only a disk that refuses is tried again.
@@ -148,7 +148,7 @@ class Saver(AbstractContextManager["Saver"]):
         except Exception as error:
             self.error = error
 
-    def _attempt(self, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+    def _attempt(self, pieces: dict[str, TensorRows], state: dict[str, Any]) -> None:
         rank, size, step = self.ranks.rank, self.ranks.world_size, state["step"]
 
         def commit() -> None:

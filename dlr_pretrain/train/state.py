@@ -31,7 +31,7 @@ from dlr_pretrain.models.residual import Residuals, add_, entries
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.optim.build import build as build_optimizer
 from dlr_pretrain.train.checkpoint import StoredTensor
-from dlr_pretrain.train.parallel import is_sharded, shard_
+from dlr_pretrain.train.parallel import is_fsdp, shard_
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
@@ -84,7 +84,7 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
     """The optimizer of ``model``, which is given in the dtype of the state, and has its working weights afterwards."""
     precision, dlr = cfg.precision.name, cfg.dlr
     values = None
-    if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_sharded(model):
+    if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_fsdp(model):
         values = _masters_(model, WORKING_DTYPE[precision])
     working = dict(model.named_parameters())
     compiled = bool(cfg.compile)
@@ -117,7 +117,7 @@ def saved_tensors(model: Llama, values: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def load(model: Llama, optimizer: Optimizer, tensors: Mapping[str, StoredTensor]) -> None:
+def load_tensors(model: Llama, optimizer: Optimizer, tensors: Mapping[str, StoredTensor]) -> None:
     """Load the tensors of a checkpoint of this model."""
     with optimizer.taken_out() as values:
         for name, value in saved_tensors(model, values).items():
@@ -131,7 +131,7 @@ def folded(cfg: Config, model: Llama, optimizer: Optimizer, keep: bool) -> dict[
     They are the working weights, or under ``bf16_mixed`` the fp32 masters with their residuals, of which the working
     weights are the rounded values. All ranks must call. Raises RuntimeError if they differ by any bit.
     """
-    if not (keep or is_sharded(model)):
+    if not (keep or is_fsdp(model)):
         return {}
     working = dict(model.named_parameters())
     tensors = {name: optimizer.values[name] for name in working}
