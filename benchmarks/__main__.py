@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def step(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
     from benchmarks import step, variants
 
-    names = given.variant or (DLR if cfg.backbone.knobs.get("factorized") else [""])
+    names = given.variant or (DLR if cfg.backbone.factorized else [""])
     chosen = {name or "step": variants.joined(overrides, name.split()) for name in names}
     found = step.measure(chosen, [], given.rounds, given.warmup)
     return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"])

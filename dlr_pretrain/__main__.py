@@ -26,16 +26,20 @@ def main() -> int:
         process.ignore_stop_signals()
 
 
-def train(cfg: Config) -> None:
-    """Run one configuration. torch is imported only now, after the checks of the configuration."""
+def train(cfg: Config) -> float | None:
+    """Run one configuration; returns its last ``eval/loss``, by which a sweeper such as Optuna's chooses."""
     from dlr_pretrain.train.run import run
+    from dlr_pretrain.util.files import read_metrics
 
-    trained, report = run(cfg), Path(str(cfg.run.dir)) / "report.md"
+    run_dir = Path(str(cfg.run.dir))
+    trained, report = run(cfg), run_dir / "report.md"
     if os.environ.get("RANK", "0") == "0":
         if trained or not report.exists():  # killed between export and report
-            write_report(report.parent)
+            write_report(run_dir)
         if report.exists():
             say(f"report      {report}", sys.stdout)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return next((record["eval/loss"] for record in reversed(records) if "eval/loss" in record), None)
 
 
 def write_report(run_dir: Path) -> None:

@@ -6,6 +6,7 @@ prints the messages; under torchrun every failure is also recorded, for torchrun
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from dlr_pretrain.config.written import shorter_run
 from dlr_pretrain.util.errors import Diverged, UserError, command, record_for_torchrun, report_error, say_once
 
 
-def main(run: Callable[[Config], None]) -> int:
+def main(run: Callable[[Config], float | None]) -> int:
     """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
     return command(lambda: _main(run))
 
 
-def _main(run: Callable[[Config], None]) -> int:
+def _main(run: Callable[[Config], float | None]) -> int:
     line = read(sys.argv[1:])
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
@@ -50,30 +51,41 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of ranks that torchrun started; raises UserError if its variables are not as torchrun sets them."""
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not given and tasks == "1":
+        return 1
+    rank, world = given.get("RANK", ""), given.get("WORLD_SIZE", "")
+    if rank.isdigit() and world.isdigit() and int(rank) < int(world) and given.get("LOCAL_RANK", "0").isdigit():
+        return int(world)
+    said = ", ".join(f"{name}={value}" for name, value in given.items()) or f"srun started {tasks} tasks"
+    fix = "Start ranks by torchrun --nproc-per-node <GPUs> train.py ..., under SLURM by slurm/train.sbatch"
+    raise UserError(f"{said}: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK together. {fix}; else unset them")
 
 
-def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
+def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> int:
     """Let Hydra run, sweep, show the configuration or print its help; returns the exit code.
 
-    A sweep goes on after a job that diverges, because that is a result too, for example of a high learning rate.
+    A job's result, for sweepers, is what ``run`` returns. A sweep goes on after a job that diverges, because that is a
+    result too, for example of a high learning rate.
     """
     typed, diverged = sys.argv, []
 
-    def task(composed: DictConfig) -> None:
+    def task(composed: DictConfig) -> float | None:
         sys.argv = typed  # the run records the command line as typed
         # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
         try:
             cfg = configure(composed, HydraConfig.get(), line, world_size())
             if note := shorter_run(cfg):
                 say_once(note)
-            run(cfg)
+            return run(cfg)
         except Diverged as error:
             code = report_error(error)
             if not line.multirun:
                 sys.exit(code)
             diverged.append(str(cfg.run.dir))
+            return math.inf
         except UserError as error:
             sys.exit(report_error(error))
         except Exception as error:

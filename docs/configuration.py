@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import yaml
 
-from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import as_typed
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, MANDATORY, OPEN_GROUPS, ROOT, SECTIONS, Key, keys_of
-from dlr_pretrain.config.written import CHANGEABLE, flatten
+from dlr_pretrain.config.written import CHANGEABLE, flatten, options_class
 from dlr_pretrain.util.text import markdown_table
 
 HEAD = """# Configuration
@@ -31,15 +32,26 @@ def page() -> str:
     for name, section in SECTIONS.items():
         parts.append(f"## {name}")
         if name in GROUPS:
-            parts.append(markdown_table(["option", "what it is", "what it sets"], list(_options(name))))
-        tables = {name: section}
+            columns = ["option", "what it is", "what it sets"][: 2 if name in OPEN_GROUPS else 3]
+            parts.append(markdown_table(columns, [row[: len(columns)] for row in _options(name)]))
+        tables: dict[str, type | Path] = {name: section}
         if name in OPEN_GROUPS:
-            tables = {f"{name}={option}": knobs for option, knobs in OPTIONS[name].items()}
+            tables = {f"{name}={path.stem}": path for path in sorted((CONFIG_DIR / name).glob("*.yaml"))}
         for title, declared in tables.items():
-            keys = {key: found for key, found in keys_of(declared) if not found.fixed}
+            keys = {key: found for key, found in _declared(name, declared) if not found.fixed}
             if keys:
                 parts += ([f"`{title}`:"] if title != name else []) + [_keys(f"{name}.", keys)]
     return "\n\n".join(parts) + "\n"
+
+
+def _declared(group: str, section: type | Path) -> Iterator[tuple[str, Key]]:
+    """The keys of a section. Those of a backbone or an optimizer have their defaults in its YAML file."""
+    if isinstance(section, type):
+        yield from keys_of(section)
+    else:
+        values = yaml.safe_load(section.read_text(encoding="utf-8"))
+        for name, found in keys_of(options_class(group, {group: values})):
+            yield name, replace(found, default=values[name])
 
 
 def _keys(prefix: str, keys: Mapping[str, Key]) -> str:

@@ -25,8 +25,10 @@ fi
 
 # launch.py passes signals on to the workers. This shell signals launch.py, because SLURM may not: with proctrack/cgroup
 # a signal goes only to the processes that srun started, not to their children.
-"$PYTHON" scripts/launch.py "${meeting[@]}" --nproc-per-node "$RANKS_PER_NODE" --log-dir "$scratch/log" \
-    "${SCRIPT:-train.py}" "$@" &
+launch=(scripts/launch.py) program=("${SCRIPT:-train.py}")
+[[ -f train.py ]] || { launch=(-m dlr_pretrain.scripts.launch) program=(-m dlr_pretrain); } # not a checkout
+"$PYTHON" "${launch[@]}" "${meeting[@]}" --nproc-per-node "$RANKS_PER_NODE" --log-dir "$scratch/log" \
+    "${program[@]}" "$@" &
 agent=$!
 asked=
 trap 'asked=yes; kill -USR1 "$agent" 2>/dev/null || true' USR1 TERM

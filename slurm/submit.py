@@ -21,10 +21,12 @@ value, and are added to those that have none. Runs that are complete, have diver
 after -- are those of sbatch."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
     about = "Train a table of runs as one SLURM job array, or on this machine."
-    return command(lambda: act(*read_options(parser_of("submit.py", about, EPILOG), argv)))
+    return command(
+        lambda: act(*read_options(parser_of("submit.py", about, EPILOG), sys.argv[1:] if argv is None else argv))
+    )
 
 
 def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
@@ -36,4 +38,4 @@ def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

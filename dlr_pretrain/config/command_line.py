@@ -29,11 +29,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, ROOT, SECTIONS, Choice, Config, Key, keys_of
-from dlr_pretrain.config.written import all_keys, flatten, parse, run_name
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, OPEN_GROUPS, ROOT, SECTIONS, Config, keys_of
+from dlr_pretrain.config.written import flatten, parse, run_name
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
@@ -75,8 +74,10 @@ def read(argv: list[str]) -> CommandLine:
     loose = []
     for word in rest:
         if word.startswith("-"):
-            fix = did_you_mean(word.lstrip("-").partition("=")[0], [*GROUPS, *KEYS], "See --help")
+            fix = did_you_mean(word.lstrip("-").partition("=")[0].replace("-", "_"), [*GROUPS, *KEYS], "See --help")
             line.problems.append(Problem(word, MISSING, "not a flag of this command", fix))
+        elif len(word.splitlines()) > 1:
+            line.problems.append(Problem(key_of(word), word.partition("=")[2], "holds a line break"))
         elif word.startswith("~") or ("=" in word and key_of(word)):
             _add(word, line)
         else:
@@ -189,13 +190,10 @@ def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int
 
 
 def register() -> None:
-    """Tell Hydra the defaults of all keys, as ``base_train`` and as ``base_<option>``, and the resolvers."""
+    """Tell Hydra the defaults of all keys, as ``base_train``, and the resolvers."""
     store = ConfigStore.instance()
-    sections = {name: _defaults(section) for name, section in SECTIONS.items() if section is not Choice}
+    sections = {name: _defaults(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
     store.store(name="base_train", node={name: found.default for name, found in ROOT.items()} | sections)
-    for group, classes in OPTIONS.items():
-        for option, section in classes.items():
-            store.store(group=group, name=f"base_{option}", node={"name": option, **_defaults(section)})
     for resolver in (by_scale, times, lost_rank):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
@@ -242,16 +240,18 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
 def jobs(words: list[str]) -> Iterator[list[str]]:
     """The words of each job of a sweep, in the order in which Hydra runs the jobs; a single job if nothing is swept.
 
-    Needs an open ``session``.
+    Of an interval, from which a sweeper draws, they are its two ends. Needs an open ``session``.
     """
     values = []
     for word in words:
         override = parse_word(word)
         override.config_loader = GlobalHydra.instance().config_loader()
-        if override.is_sweep_override() and override.is_discrete_sweep():
-            values.append([f"{word.split('=', 1)[0]}={value}" for value in override.sweep_string_iterator()])
-        else:
+        if not override.is_sweep_override():
             values.append([word])
+            continue
+        swept: Any = override.value()
+        found = override.sweep_string_iterator() if override.is_discrete_sweep() else (swept.start, swept.end)
+        values.append([f"{word.split('=', 1)[0]}={value}" for value in found])
     yield from map(list, itertools.product(*values))
 
 
@@ -269,7 +269,7 @@ def configure(
     try:
         own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
         tree: Any = OmegaConf.to_container(own, resolve=True)
-        cfg = parse(tree, _keys_of_run(tree, words, line), given)
+        cfg = parse(tree, given)
     except OmegaConfBaseException as error:
         found = [Problem(str(error.full_key), MISSING, first_line(error))]
     except ConfigError as error:
@@ -280,6 +280,8 @@ def configure(
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
         cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
     found = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
+    if hydra.job.chdir:
+        found.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
     if found:
         raise ConfigError(found)
     return cfg
@@ -295,16 +297,6 @@ def default_choices() -> dict[str, str]:
 def _search(line: CommandLine) -> list[str]:
     """What tells Hydra's ``compose`` of ``--config-dir``."""
     return [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
-
-
-def _keys_of_run(tree: dict, words: list[str], line: CommandLine) -> dict[str, Key]:
-    """The keys of a run. What a user's own option declares is what is there without the keys of the command line."""
-    values = flatten(tree)
-    if all(values.get(f"{group}.name") in known for group, known in OPTIONS.items()):
-        return all_keys(tree)
-    search = [*_search(line), *(word for word in line.words if key_of(word) == "hydra.searchpath")]
-    base = compose(line.config_name, [*search, *(word for word in words if key_of(word) in GROUPS)])
-    return all_keys({group: OmegaConf.to_container(base[group], resolve=True) for group in OPTIONS})
 
 
 def _composition_problem(error: Exception) -> Problem:

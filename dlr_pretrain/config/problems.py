@@ -16,9 +16,17 @@ from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 
 HIDDEN = "***"
 SHORTEST = 8  # fewest characters of a variable's value that counts as a secret
-VARIABLE = re.compile(r"(token|api_?key|access_?key|secret|passw(or)?d)$", re.IGNORECASE)  # names such as HF_TOKEN
-SECRET = re.compile(  # user and password in an address; tokens of Hugging Face, W&B and GitHub
-    r"(?<=://)[^/\s@]+(?=@)|\b(?:hf_|wandb_v\d_|gh[opsu]_|github_pat_)\w{20,}"
+VARIABLE = re.compile(  # names such as HF_TOKEN and AWS_SECRET_ACCESS_KEY
+    r"(token|(api|access|secret|account|private)_?key|secret|passw(or)?d|pwd|credentials?|sas)$", re.IGNORECASE
+)
+SECRET = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)"  # user and password in an address
+    # the value of a parameter of an address: a signed address of S3, Google or Azure, or a token
+    r"|(?<=[?&])(?:x-(?:amz|goog)-[a-z-]+|sig|signature|[\w-]*(?:token|key|secret|passw(?:or)?d))=[^&#\s]+"
+    # tokens of Hugging Face, W&B, GitHub, GitLab, AWS, Google, OpenAI and Slack
+    r"|\b(?:hf_|wandb_v\d_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abprs]-)[\w-]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|\bAIza[\w-]{35}",
+    re.IGNORECASE,
 )
 
 

@@ -1,6 +1,6 @@
 """The rules that span several keys or concern the machine: all that can be checked before a run starts.
 
-A rule of a single backbone or optimizer stands with its class in ``knobs``.
+A rule of a single backbone or optimizer stands in the class of its options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 
-from dlr_pretrain.config.knobs import OPTIONS, STOCHASTIC_ROUNDING
 from dlr_pretrain.config.problems import Problem, as_typed, redact
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
@@ -31,7 +30,6 @@ READ_IF: list[tuple] = [
       for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "cache")),
     ("data.held_out", "data.source", "local", "sample"),
     ("data.held_out", "data.validation_files", None),
-    ("data.mask_documents", "data.packing", "packed"),
     ("tokenizer.hub", "data.source", "local"),
     ("tokenizer.eos", "data.source", "local", "sample"),
     ("tokenizer.hub", "tokenizer.path", None),
@@ -47,9 +45,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg), *_source(cfg)]
     if cfg.run.start_optimizer and cfg.run.start_from is None:
         found.append(Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too"))
-    for group in OPEN_GROUPS:
-        if option := OPTIONS[group].get(getattr(cfg, group).name):
-            found += option.problems(cfg)
+    found += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
     if world_size is not None:
         found += _batch(cfg, world_size)
     if machine:
@@ -72,6 +68,8 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             group, leaf = other.split(".")
             option = values[f"{group}.name" if leaf == "enabled" else other]
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={as_typed(option)}"
+    if name == "data.mask_documents" and "packed" not in (cfg.data.packing, cfg.eval.packing):
+        yield f"data.packing={cfg.data.packing} and eval.packing={cfg.eval.packing}"
     if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
     places = (cfg.data.root, cfg.data.train_files, cfg.data.validation_files)
@@ -79,21 +77,21 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
         yield "no text is on the hub"
     if name in ("train.lr_decay", "train.min_lr_ratio") and cfg.train.lr_decay_steps == 0:
         yield "train.lr_decay_steps=0"
-    if name == "scale.rank" and "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
+    if name == "scale.rank" and cfg.backbone.rank is cfg.optimizer.rank is None:
         yield f"backbone={cfg.backbone.name} has no rank"
     instead = {"scale.rank": {"backbone.rank", "optimizer.rank"}, "run.root": {"run.dir"}}
     yield from (f"{other} is given" for other in instead.get(name, set()) & set(given))
 
 
 def _model(cfg: Config) -> Iterator[Problem]:
-    s, factorized = cfg.scale, cfg.backbone.knobs.get("factorized")
+    s, factorized = cfg.scale, cfg.backbone.factorized
     if s.hidden_size % (2 * s.num_heads):
         rule = f"must divide scale.hidden_size={s.hidden_size} into heads of an even width"
         yield Problem("scale.num_heads", s.num_heads, rule)
     narrowest = min(s.hidden_size, s.intermediate_size)
     for group in OPEN_GROUPS:
-        rank = getattr(cfg, group).knobs.get("rank", 1)
-        if not 1 <= rank <= narrowest:
+        rank = getattr(cfg, group).rank
+        if rank is not None and not 1 <= rank <= narrowest:
             yield Problem(f"{group}.rank", rank, f"must lie between 1 and the narrowest layer's width, {narrowest}")
     if cfg.train.activation_checkpointing == "latent" and not factorized:
         rule = f"backbone={cfg.backbone.name} has no latents to keep"
@@ -101,7 +99,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
     if cfg.dlr.enabled and not factorized:
         rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
         yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
-    if cfg.precision.name == "bf16_sr" and cfg.optimizer.name not in STOCHASTIC_ROUNDING:
+    if cfg.precision.name == "bf16_sr" and not cfg.optimizer.rounds_stochastically:
         rule = f"optimizer={cfg.optimizer.name} writes its weights itself, rounded to the nearest"
         yield Problem("precision", "bf16_sr", rule, "Use optimizer=adamw or adamw_8bit, or precision=bf16_mixed")
 
@@ -160,6 +158,8 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
     elif t.lr_decay_steps is not None and (t.lr_decay_steps > after or t.lr_decay_steps == 1):
         rule = f"must be 0, or from 2 to {after}, the steps after the warm-up"
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
+    if t.stop_after is not None and t.stop_after > t.steps:
+        yield Problem("train.stop_after", t.stop_after, f"must be at most train.steps={t.steps}")
     if kept is not None and kept % every:
         fix = f"Try {max(1, round(kept / every)) * every}"
         yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)

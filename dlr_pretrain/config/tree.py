@@ -11,10 +11,13 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from dlr_pretrain.config.problems import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
+MOST = 1 << 20  # of what a slip of the keyboard could make so large that a check would hang
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
@@ -43,30 +46,69 @@ def key(doc: str, default: object = MANDATORY, *, fixed: bool = False, **bounds:
 
 
 @dataclass
-class Choice:
-    """The chosen backbone or optimizer: its name, and the knobs that it has of its own."""
+class Options:
+    """What a backbone or an optimizer is set up by. Its YAML file names the class as ``_target_``.
 
-    name: str
-    knobs: dict[str, Any]
+    The class stands in the file that uses it, in this package or in a user's own. A field with a ``key``
+    is a key of the configuration, whose value is in the YAML file. What else stands here describes the kind.
+    """
 
-    def __getattr__(self, knob: str) -> Any:
-        try:
-            return self.__dict__["knobs"][knob]
-        except KeyError:
-            raise AttributeError(f"{self.__dict__.get('name')} has no knob {knob!r}") from None
+    name: str = key("name of the choice", fixed=True)
+    rank: int | None = None
+
+    def problems(self, cfg: Config) -> Iterator[Problem]:
+        """The rules of this option that a configuration with it breaks."""
+        yield from ()
+
+
+@dataclass
+class BackboneOptions(Options):
+    layer: ClassVar[Any]  # the class of the projections, a ``models.layer.Layer``
+    factorized: ClassVar[bool] = False  # y = B z: DLR can be attached
+    swiglu_silu: bool = True
+    merge_every: int | None = None  # updates between merges, after which the learning rate warms up again
+    restart_warmup: int = 0
+    exported: ClassVar[tuple[str, ...]]  # the keys that the exported layer takes, if there is one; not inherited
+    exported_layer: ClassVar[str] = ""  # its class, unless in ``deploy/modeling_lowrank_llama.py``
+
+
+class How(NamedTuple):
+    """How updates are computed: by compiled code, where they are not torch's kernels; and rounded by this seed."""
+
+    compiled: bool = False
+    rounding_seed: int | None = None  # None: to the nearest. Only for those that round stochastically
+
+
+@dataclass
+class OptimizerOptions(Options):
+    elementwise: ClassVar[bool] = False  # a fused parameter is as good as its parts
+    rounds_stochastically: ClassVar[bool] = False
+
+    @property
+    def restart_every(self) -> int | None:
+        """The updates between restarts, if the optimizer has a schedule of its own."""
+        return None
+
+    def rate(self, cfg: Config, update: int) -> float:
+        """The learning rate of update ``update``, from 0, by the schedule of its own."""
+        raise NotImplementedError
+
+    def build(self, parameters: dict[str, Any], how: How) -> list[Any]:
+        """Optimizers in the style of ``torch.optim``, of disjoint parts of the named ``parameters``."""
+        raise NotImplementedError
 
 
 @dataclass
 class Scale:
     name: str = key("name of the scale", fixed=True)
-    hidden_size: int = key("width of the residual stream", ge=1)
-    intermediate_size: int = key("width of the SwiGLU", ge=1)
-    num_heads: int = key("attention heads", ge=1)
-    num_layers: int = key("transformer blocks", ge=1)
+    hidden_size: int = key("width of the residual stream", ge=1, le=MOST)
+    intermediate_size: int = key("width of the SwiGLU", ge=1, le=MOST)
+    num_heads: int = key("attention heads", ge=1, le=MOST)
+    num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
-    vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4)
+    vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4, le=10_000_000)
     micro_batch: int = key(
-        "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1
+        "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1, le=MOST
     )
 
 
@@ -74,7 +116,7 @@ class Scale:
 class Dlr:
     name: str = key("name of the choice", fixed=True)
     enabled: bool = key("whether the residual is there", True, fixed=True)
-    alpha: float = key("strength of the residual before the variance correction", 1.0)
+    alpha: float = key("strength of the residual before the variance correction", 1.0, ge=-1000, le=1000)
     learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay", False)
     variance_correction: bool = key("beta = alpha / sqrt(K), K copies of a latent; false: beta = alpha", True)
     grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or drawn", "contiguous")
@@ -105,7 +147,7 @@ class Data:
     text_key: str = key("field of a record that holds the text; meta.text is a field in a field", "text")
     document: Literal["file", "paragraph"] = key("document of a .txt file; blank lines end a paragraph", "file")
     bad_rows: Literal["stop", "skip"] = key("rows without a text: end the run, or are left out", "stop")
-    streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1)
+    streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=MOST)
     seed: int = key("orders the documents, and nothing else", 42, ge=0, le=2**32 - 1)
     packing: Literal["packed", "pad"] = key("joined documents, or one truncated document a sequence", "packed")
     mask_documents: bool = key("documents in a packed sequence see only themselves, and are scored so", False)
@@ -120,18 +162,21 @@ class Tokenizer:
 
 @dataclass
 class Train:
-    steps: int = key("optimizer updates, and the span of the schedule", ge=1)
-    lr: float = key("peak learning rate", gt=0)
+    steps: int = key("optimizer updates, and the span of the schedule", ge=1, le=1_000_000_000)
+    lr: float = key("peak learning rate", gt=0, le=1000)
     warmup_ratio: float = key("share of the steps in which the rate rises linearly", 0.1, ge=0, lt=1)
     warmup_steps: int | None = key("warm-up steps; null: train.warmup_ratio of all", None, ge=0)
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
     lr_decay_steps: int | None = key("last steps, of falling rate; null: all after warm-up; 0: none", None, ge=0)
-    global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
+    global_batch: int = key("sequences per update, over all ranks", 512, ge=1, le=MOST)
     micro_batch: int | Literal["auto"] | None = key(
-        "sequences a rank takes at once; auto: the most that fit on its GPU; null: by scale.micro_batch", "auto", ge=1
+        "sequences a rank takes at once; auto: the most that fit on its GPU; null: by scale.micro_batch",
+        "auto",
+        ge=1,
+        le=MOST,
     )
-    seq_len: int = key("positions per sequence", 256, ge=2)
+    seq_len: int = key("positions per sequence", 256, ge=2, le=MOST)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
     activation_checkpointing: Literal["none", "latent", "block"] = key("kept: all, input and latents, or input", "none")
     stop_after: int | None = key("stop and save after this step; the schedule spans train.steps", None, ge=1)
@@ -191,9 +236,9 @@ class Config:
     """A whole run, section by section."""
 
     scale: Scale
-    backbone: Choice
+    backbone: BackboneOptions
     dlr: Dlr
-    optimizer: Choice
+    optimizer: OptimizerOptions
     data: Data
     precision: Precision
     parallel: Parallel
@@ -222,11 +267,6 @@ class Config:
         """The steps over which the learning rate decays: as given, or all after the warm-up."""
         given = self.train.lr_decay_steps
         return self.train.steps - self.warmup_steps if given is None else given
-
-    @property
-    def own_schedule(self) -> bool:
-        """Whether the optimizer brings a schedule of its own (LORO's)."""
-        return self.optimizer.knobs.get("schedule") == "loro"
 
     @property
     def planned_vocab_size(self) -> int:
@@ -318,11 +358,11 @@ SECTIONS: dict[str, type] = {
     for name, hint in typing.get_type_hints(Config).items()
     if isinstance(hint, type) and dataclasses.is_dataclass(hint)
 }
-OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if section is Choice)
+OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if issubclass(section, Options))
 ROOT = dict(keys_of(Config))  # the keys without a section
-KEYS = ROOT | {  # all keys but the knobs of the open groups
+KEYS = ROOT | {  # all keys but those of the chosen backbone and optimizer
     f"{name}.{leaf}": found
     for name, section in SECTIONS.items()
-    if section is not Choice
+    if name not in OPEN_GROUPS
     for leaf, found in keys_of(section)
 }

@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import pkgutil
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -14,12 +15,11 @@ from typing import Any
 
 import yaml
 
-from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, as_typed, did_you_mean
-from dlr_pretrain.config.tree import GROUPS, KEYS, KINDS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Config, Key, keys_of
 from dlr_pretrain.util.errors import UserError, first_line
 
-NAME = Key(str, "", fixed=True)
+TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
 PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # of one place: no globs
 NULLS = ("none", "null", "~", "")  # what people type for null; all but a bare null reach us as text
 MANIFEST = "manifest.json"
@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 CHANGEABLE = (
     *("device", "compile", "parallel.", "logger.", "checkpoint.", "log.", "profile.", "eval.every"),
     *("run.root", "run.dir", "run.timeout_minutes", "scale.micro_batch", "data.revision", "data.cache"),
+    *("backbone._target_", "optimizer._target_"),
     *("tokenizer.eos", "train.micro_batch", "train.activation_checkpointing", "train.stop_after"),
     *("train.on_nonfinite", "train.max_skipped"),
 )
@@ -51,41 +52,49 @@ def to_dict(cfg: Config) -> dict[str, Any]:
     """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
     tree = dataclasses.asdict(cfg)
     for group in OPEN_GROUPS:
-        choice = getattr(cfg, group)
-        tree[group] = {"name": choice.name, **choice.knobs}
+        options = getattr(cfg, group)
+        target = {TARGET: f"{type(options).__module__}.{type(options).__qualname__}"}
+        tree[group] = target | {name: getattr(options, name) for name, _ in keys_of(type(options))}
     return tree
 
 
-def all_keys(tree: Mapping) -> dict[str, Key]:
-    """Every dotted key that goes with the backbone and the optimizer of a tree.
+def options_class(group: str, tree: Mapping) -> type:
+    """The class of the chosen backbone or optimizer; raises ConfigError if it is not named or cannot be imported.
 
-    A user's own option has no class. Its keys are those that the tree has; their values have their types.
+    This import may be the first of torch.
     """
+    chosen = tree.get(group)
+    target = chosen.get(TARGET) if isinstance(chosen, Mapping) else None
+    name = f"{group}.{TARGET}"
+    if not isinstance(target, str):
+        raise ConfigError([Problem(name, MISSING, "needs a value", f"Choose an option: {group}=<option>")])
+    try:
+        found = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "Install its package, or add the folder that holds it to PYTHONPATH"
+        raise ConfigError([Problem(name, target, f"cannot be imported ({first_line(error)})", fix)]) from error
+    if not (isinstance(found, type) and issubclass(found, SECTIONS[group])):
+        rule = f"is no subclass of {SECTIONS[group].__name__} of dlr_pretrain.config.tree"
+        raise ConfigError([Problem(name, target, rule)])
+    return found
+
+
+def all_keys(tree: Mapping) -> dict[str, Key]:
+    """Every dotted key that goes with the backbone and the optimizer of a tree."""
     keys = dict(KEYS)
     for group in OPEN_GROUPS:
-        chosen = tree.get(group)
-        chosen = chosen if isinstance(chosen, Mapping) else {}
-        if section := OPTIONS[group].get(str(chosen.get("name"))):
-            knobs = dict(keys_of(section))
-        else:
-            knobs = {knob: _own_key(knob, default) for knob, default in chosen.items()}
-        keys |= {f"{group}.{knob}": found for knob, found in {**knobs, "name": NAME}.items()}
+        keys |= {f"{group}.{name}": found for name, found in keys_of(options_class(group, tree))}
+        keys[f"{group}.{TARGET}"] = Key(str, MANDATORY, fixed=True)
     return keys
 
 
-def _own_key(knob: str, default: object) -> Key:
-    typed = type(default) in KINDS and "${" not in str(default)
-    return Key(type(default) if typed else object, default, fixed=knob == "factorized")
-
-
-def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collection[str] | None = None) -> Config:
+def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
     """The ``Config`` of a composed or a written mapping; raises ConfigError with the problems of all its keys.
 
-    ``keys`` are those that the mapping may have (None: ``all_keys``); ``typed`` are the keys of a command line, which
-    cannot set all (None: a run wrote the mapping). A key that the mapping lacks gets its default, if that is a plain
-    value.
+    ``typed`` are the keys of a command line, which cannot set all (None: a run wrote the mapping). A key that the
+    mapping lacks gets its default, if that is a plain value.
     """
-    keys, given = all_keys(tree) if keys is None else keys, flatten(tree)
+    keys, given = all_keys(tree), flatten(tree)
     problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
     values: dict[str, Any] = {}
     for name, key in keys.items():
@@ -145,7 +154,8 @@ def _build(values: Mapping[str, Any]) -> Config:
     sections: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         own = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith(f"{name}.")}
-        sections[name] = Choice(own.pop("name"), own) if section is Choice else section(**own)
+        kind = options_class(name, {name: {TARGET: own.pop(TARGET)}}) if name in OPEN_GROUPS else section
+        sections[name] = kind(**own)
     return Config(**sections, **{key: value for key, value in values.items() if "." not in key})
 
 
@@ -176,8 +186,11 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
     Keys of ORIGIN do not count, nor those of one of the two alone. But a key of the configuration that is newer than
     the run has its default there, unless that depends on other keys.
     """
-    chosen = {group: {"name": here.get(f"{group}.name")} for group in OPEN_GROUPS}
-    defaults = {name: key.default for name, key in all_keys(chosen).items() if _is_value(key.default)}
+    defaults = {name: key.default for name, key in KEYS.items()}
+    for group in OPEN_GROUPS:
+        if (file := CONFIG_DIR / group / f"{here.get(f'{group}.name')}.yaml").is_file():
+            defaults |= flatten({group: yaml.safe_load(file.read_text(encoding="utf-8"))})
+    defaults = {name: default for name, default in defaults.items() if _is_value(default)}
     before = {name: _one_spelling(name, value) for name, value in {**defaults, **there}.items()} if there else {}
     return {k: (before[k], here[k]) for k in here if k in before and k not in ORIGIN and before[k] != here[k]}
 

@@ -5,8 +5,11 @@ A folder is written under another name, checked, and renamed at the end: it is e
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -24,21 +27,15 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
+from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import sync
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
+LAYER = "exported_layer"  # in config.json: the class of an exported layer that is not in MODELING
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
-EXPORTED = {  # the backbones that MODELING has a layer for, and the knobs that these layers take
-    "lowrank": ("rank", "latent_scale"),
-    "cola": ("rank", "latent_scale"),
-    "lost": ("rank", "gamma", "sparsity", "activation"),
-    "lax": ("rank", "gate"),
-    "cola_lax": ("rank", "gate"),
-}
 AUTO_CLASSES = {
     "AutoConfig": "Config",
     "AutoModel": "Model",
@@ -52,7 +49,7 @@ USE = """```python
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
-NO_LAYER = f"transformers cannot load backbone={{}} yet: {MODELING.name} has no layer for it"
+NO_LAYER = "transformers cannot load backbone={} yet: its options name no exported layer"
 PEFT = """
 For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
 """
@@ -93,12 +90,12 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(partial, tensors)
-    loadable = own.backbone.name in (DENSE.name, *EXPORTED)
+    loadable = own.backbone.name == DENSE.name or exported_options(own) is not None
     contents = {"config": settings, "generation_config": ends} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if loadable and own.backbone.name != DENSE.name:
-        shutil.copyfile(MODELING, partial / MODELING.name)
+        (partial / MODELING.name).write_text(modeling(own), encoding="utf-8")
     export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
     (partial / "README.md").write_text(card(own, record, cfg, loadable), encoding="utf-8")
     if not loadable:
@@ -148,7 +145,25 @@ def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def deployed_dense(cfg: Config) -> bool:
     """Whether a run of ``cfg`` ends with a plain LLaMA."""
-    return cfg.backbone.name == DENSE.name or backbone(cfg).deployed_dense
+    return cfg.backbone.name == DENSE.name or cfg.backbone.layer.deployed_dense
+
+
+def exported_options(cfg: Config) -> tuple[str, ...] | None:
+    """The options that the exported layer of ``cfg.backbone`` takes; None if there is no such layer.
+
+    A subclass does not inherit the layer: it has another formula.
+    """
+    return vars(type(cfg.backbone)).get("exported")
+
+
+def modeling(cfg: Config) -> str:
+    """The modeling file of an export: MODELING, and below it the exported layer of a user's own backbone."""
+    text = MODELING.read_text(encoding="utf-8")
+    if not cfg.backbone.exported_layer:
+        return text
+    layer = pkgutil.resolve_name(cfg.backbone.exported_layer)
+    own = f"{inspect.getsource(layer)}\n\nLAYERS[{cfg.backbone.name!r}] = {layer.__name__}"
+    return f"{text}\n\n{own}\n"
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
@@ -179,7 +194,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "num_attention_heads": cfg.scale.num_heads,
         "num_key_value_heads": cfg.scale.num_heads,
         "max_position_embeddings": max(POSITIONS, cfg.train.seq_len),
-        "hidden_act": "silu" if getattr(cfg.backbone, "swiglu_silu", True) else "linear",
+        "hidden_act": "silu" if cfg.backbone.swiglu_silu else "linear",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_BASE,
         "tie_word_embeddings": False,
@@ -193,7 +208,8 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "architectures": ["LowRankLlamaForCausalLM"],
         "auto_map": {auto: f"{MODELING.stem}.LowRankLlama{own}" for auto, own in AUTO_CLASSES.items()},
         "backbone": cfg.backbone.name,
-        **{name: cfg.backbone.knobs[name] for name in EXPORTED.get(cfg.backbone.name, ())},
+        **{name: getattr(cfg.backbone, name) for name in exported_options(cfg) or ()},
+        **({LAYER: cfg.backbone.exported_layer} if cfg.backbone.exported_layer else {}),
         **shape,
     }
 
@@ -236,9 +252,10 @@ def few_digits(value: object, digits: int = 4) -> str:
 def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its tokenizer.
 
-    The weights are cast to ``dtype``; "auto" keeps that of the file. The low-rank layers are this package's own, so
-    that no code of the folder runs. Raises UserError, which lists the tensors that do not fit, unless ``folder`` is
-    what an export wrote; ``transformers`` itself would only warn of missing weights, and draw them at random.
+    The weights are cast to ``dtype``; "auto" keeps that of the file. The low-rank layers are this package's own, or
+    those of the user's package that the folder names: no code of the folder runs. Raises UserError, which lists the
+    tensors that do not fit, unless ``folder`` is what an export wrote; ``transformers`` itself would only warn of
+    missing weights, and draw them at random.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -251,6 +268,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     if not (folder / "config.json").is_file():
         fix = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
         raise UserError(f"{folder}: has no config.json. {fix}")
+    _register_own_layer(folder)
     disable_progress_bar()
     lenient = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False}
     try:
@@ -265,6 +283,21 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     if wrong:
         raise UserError("\n  ".join([f"{folder}: its weights are not those of its config.json:", *shortened(wrong)]))
     return model.eval(), tokenizer
+
+
+def _register_own_layer(folder: Path) -> None:
+    """Make the exported layer of a user's own backbone known to our modeling file, from the user's package."""
+    from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
+
+    settings = {}
+    with suppress(OSError, ValueError, TypeError):  # a damaged file is the loader's to report
+        settings = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    if layer := settings.get(LAYER):
+        try:
+            LAYERS[settings["backbone"]] = pkgutil.resolve_name(layer)
+        except (ImportError, AttributeError) as error:
+            fix = "Install its package, or add the folder that holds it to PYTHONPATH"
+            raise UserError(f"{folder}: needs {layer}, which cannot be imported ({error}). {fix}") from error
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
+from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
@@ -29,6 +30,7 @@ from dlr_pretrain.util.files import EXPIRY, read_beat, read_metrics
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # states of the runs that are queued or trained
 JOB = "job.json"
+JOBS = next(folder for folder in (PACKAGE / "slurm", PACKAGE.parent / "slurm") if folder.is_dir())  # the batch scripts
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def ask(*command: str) -> str:
     # inside a job, the new job would inherit that job's variables and take them for its own
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     environment.setdefault("PYTHON", sys.executable)
+    environment["DLR_SLURM"] = str(JOBS)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{command[0]} failed with exit code {done.returncode}: {' '.join(done.stderr.split())}")

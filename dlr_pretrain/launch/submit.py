@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, queue, status_of
+from dlr_pretrain.launch.state import DUE, JOB, JOBS, STATES, ask, last_job, queue, status_of
 from dlr_pretrain.util.errors import at_least_1
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
@@ -82,8 +82,14 @@ def submit(
     # named by its content: another table must not overwrite the file that queued tasks will read
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     tasks = ",".join(str(run.number) for run in due) + (f"%{given.limit}" if given.limit else "")
-    own = [f"--array={tasks}", f"--job-name={name}", f"--output={folder}/%A_%a.log"]  # last, so that they hold
-    command = ["sbatch", "--parsable", *options, *own, "slurm/array.sbatch", f"{folder}/runs.txt"]
+    own = [
+        f"--array={tasks}",
+        f"--job-name={name}",
+        f"--output={str(folder).replace('%', '%%')}/%A_%a.log",
+    ]  # last, so that they hold
+    here = Path.cwd()
+    jobs = JOBS.relative_to(here) if JOBS.is_relative_to(here) else JOBS
+    command = ["sbatch", "--parsable", *options, *own, f"{jobs}/array.sbatch", f"{folder}/runs.txt"]
     if given.status:
         return f"Would submit {len(due)} of {len(runs)}: {shlex.join(command)}"
     folder.mkdir(parents=True, exist_ok=True)

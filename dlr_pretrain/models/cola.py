@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from dlr_pretrain.config.tree import key
+from dlr_pretrain.models import lowrank
 from dlr_pretrain.models.lowrank import LowRank
+
+SWIGLU = "as in the DLR paper; the authors of CoLA drop it from 350M on"
+
+
+@dataclass
+class Options(lowrank.Options):
+    swiglu_silu: bool = key(SWIGLU)
+    exported = lowrank.Options.exported
 
 
 class Cola(LowRank):
     """y = s B silu(A x) on all seven projections.
 
-    The SwiGLU keeps its SiLU, as in the DLR paper; CoLA's authors drop it from 350M on (knob ``swiglu_silu``).
+    The SwiGLU keeps its SiLU, as in the DLR paper; CoLA's authors drop it from 350M on (option ``swiglu_silu``).
     """
 
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h)
 
 
-BACKBONE = Cola
+Options.layer = Cola

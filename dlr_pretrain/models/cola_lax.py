@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from dlr_pretrain.models.cola import Cola
+from dataclasses import dataclass
+
+from dlr_pretrain.config.tree import key
+from dlr_pretrain.models import lax
+from dlr_pretrain.models.cola import SWIGLU, Cola
 from dlr_pretrain.models.lax import Lax
+
+
+@dataclass
+class Options(lax.Options):
+    swiglu_silu: bool = key(SWIGLU)
+    exported = lax.Options.exported
 
 
 class ColaLax(Cola, Lax):
     """y = B z, z = silu(norm(A x + G(c)))."""
 
+    options: Options
 
-BACKBONE = ColaLax
+
+Options.layer = ColaLax

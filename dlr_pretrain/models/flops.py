@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import sizes
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.llama import Llama, backbone, build
+from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 # Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
@@ -71,7 +71,7 @@ def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
     total = sum(counted.values())
     trained = sum(counted[name] for name, p in model.named_parameters() if p.requires_grad)
     learned, folded = 7 * cfg.scale.num_layers if cfg.dlr.enabled and cfg.dlr.learn_alpha else 0, total
-    if backbone(cfg).deployed_dense:
+    if cfg.backbone.layer.deployed_dense:
         dense = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
         shapes = build(dense, model.lm_head.out_features, torch.device("meta"))
         folded = parameter_counts(dense, shapes)["total"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from dlr_pretrain.config import Choice
+from dlr_pretrain.config.tree import BackboneOptions
 from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
+
+
+class Options(BackboneOptions):
+    """A dense layer has no keys."""
 
 
 class Full(Layer):
@@ -15,7 +17,7 @@ class Full(Layer):
 
     w: nn.Parameter
 
-    def __init__(self, spec: Spec, options: Any):
+    def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__(spec, options)
         self.fuse("w", "weight", (spec.d_out, spec.d_in), (spec.pad_out, spec.pad_in))
 
@@ -26,5 +28,5 @@ class Full(Layer):
         return self.shared(z, self.w).unbind(-2)
 
 
-BACKBONE = Full
-DENSE = Choice("full", {"factorized": False})
+Options.layer = Full
+DENSE = Options(name="full")

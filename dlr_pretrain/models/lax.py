@@ -6,16 +6,25 @@ There is no activation between the factors. The order of operations is that of t
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlr_pretrain.config.tree import key
 from dlr_pretrain.models.layer import SeededInit, Spec
-from dlr_pretrain.models.lowrank import LowRank
+from dlr_pretrain.models.lowrank import FactorOptions, LowRank
 
 NORM_EPS = 1e-6
+
+
+@dataclass
+class Options(FactorOptions):
+    init: Literal["cola", "kaiming", "xavier"] = key("of the factors; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
+    gate: Literal["tensor", "dense"] = key("a two-sided product (tensor), or r x r with bias (dense)")
+    exported = ("rank", "gate")
 
 
 class Lax(LowRank):
@@ -27,6 +36,7 @@ class Lax(LowRank):
     as close as possible. With "dense" it is W c + b.
     """
 
+    options: Options
     e1: nn.Parameter
     e2: nn.Parameter
     gate_weight: nn.Parameter
@@ -34,7 +44,7 @@ class Lax(LowRank):
     norm_weight: nn.Parameter
     norm_bias: nn.Parameter
 
-    def __init__(self, spec: Spec, options: Any):
+    def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)
         rank = self.rank
         if spec.block == 0:
@@ -80,4 +90,4 @@ class Lax(LowRank):
         return torch.addcmul(self.each(self.norm_bias), normed, self.each(self.norm_weight))
 
 
-BACKBONE = Lax
+Options.layer = Lax

@@ -14,11 +14,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain.config.tree import BackboneOptions
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import named_generator
 
@@ -76,12 +77,12 @@ class Layer(nn.Module, ABC):
     """G projections of one shape that read the same input; the base of every backbone.
 
     A subclass declares its parameters by ``fuse``, draws their initial values (``initial``), and computes the layer in
-    two halves (``latent``, ``expand``). ``options`` holds the keys of ``backbone``.
+    two halves (``latent``, ``expand``). Its file has the class of its ``options``, the keys of ``backbone``.
     """
 
     deployed_dense = False  # whether the layer is deployed as the weights of ``dense``, in a plain LLaMA
 
-    def __init__(self, spec: Spec, options: Any):
+    def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__()
         self.spec, self.options, self.count = spec, options, len(spec.names)
         self.parts: dict[str, Part] = {}

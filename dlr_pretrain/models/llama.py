@@ -6,7 +6,6 @@ Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 
 from __future__ import annotations
 
-import importlib
 import math
 from functools import partial
 from typing import Any
@@ -28,11 +27,6 @@ ROPE_BASE = 10_000.0
 
 Carry = tuple[Tensor | None, ...]  # the tensor that each layer of a block passes to the same layer of the next block
 NO_CARRY: Carry = (None, None, None, None)
-
-
-def backbone(cfg: Config) -> type[Layer]:
-    """The class of linear layers that ``cfg`` chooses."""
-    return importlib.import_module(f"dlr_pretrain.models.{cfg.backbone.name}").BACKBONE
 
 
 def padded(width: int, alignment: int = ALIGNMENT) -> int:
@@ -126,7 +120,7 @@ class MLP(nn.Module):
         super().__init__()
         d, f = cfg.scale.hidden_size, cfg.scale.intermediate_size
         wide = padded(f, alignment)
-        self.silu = getattr(cfg.backbone, "swiglu_silu", True)
+        self.silu = cfg.backbone.swiglu_silu
         self.gate_up = layer(Spec(("gate_proj", "up_proj"), d, f, d, wide, block, alignment), cfg.backbone)
         self.down = layer(Spec(("down_proj",), f, d, wide, d, block, alignment), cfg.backbone)
 
@@ -177,9 +171,8 @@ class Body(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
-        layer = backbone(cfg)
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
-        self.layers = nn.ModuleList(Block(cfg, layer, i, alignment) for i in range(cfg.scale.num_layers))
+        self.layers = nn.ModuleList(Block(cfg, cfg.backbone.layer, i, alignment) for i in range(cfg.scale.num_layers))
         self.norm = RMSNorm(cfg.scale.hidden_size)
 
 

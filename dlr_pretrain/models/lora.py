@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain.config.tree import BackboneOptions, key
 from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
+
+
+@dataclass
+class Options(BackboneOptions):
+    rank: int = key("rank r of the factors", ge=1)
+    alpha: float = key("strength of the factors times their rank", gt=0)
 
 
 class Lora(Layer):
@@ -19,11 +26,12 @@ class Lora(Layer):
     """
 
     deployed_dense = True
+    options: Options
     w: nn.Parameter
     a: nn.Parameter
     b: nn.Parameter
 
-    def __init__(self, spec: Spec, options: Any):
+    def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)
         rank, self.scale = options.rank, options.alpha / options.rank
         self.fuse("w", "weight", (spec.d_out, spec.d_in), (spec.pad_out, spec.pad_in), trained=False)
@@ -52,4 +60,4 @@ def merged(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
 
 
-BACKBONE = Lora
+Options.layer = Lora

@@ -6,14 +6,26 @@ of rank r, I are the most important columns of W - B A, and W_s are these column
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlr_pretrain.config.tree import key
 from dlr_pretrain.models.layer import INIT_STD, SeededInit, Spec
-from dlr_pretrain.models.lowrank import LowRank, balanced, leading
+from dlr_pretrain.models.lowrank import FactorOptions, LowRank, balanced, leading
+
+
+@dataclass
+class Options(FactorOptions):
+    rank: int = key("rank r of the factors; by default within the parameters of plain factors of scale.rank", ge=1)
+    gamma: float = key("share of the low-rank branch", ge=0, le=1)
+    sparsity: float = key("input channels of the sparse branch, as a share of d_in (one at least)", gt=0, le=1)
+    activation: Literal["silu", "none"] = key("between the factors")
+    residual_rank: int = key("singular values beyond the rank that choose the channels", ge=1)
+    exported = ("rank", "gamma", "sparsity", "activation")
 
 
 class Lost(LowRank):
@@ -25,10 +37,11 @@ class Lost(LowRank):
     singular values after the first r. ``s`` holds W_s [d_out, k].
     """
 
+    options: Options
     s: nn.Parameter
     channels: Tensor
 
-    def __init__(self, spec: Spec, options: Any):
+    def __init__(self, spec: Spec, options: Options):
         # the rank that fits the parameter budget is mostly odd
         super().__init__(spec, options, pad_rank=_aligned(options.rank, spec.alignment))
         chosen = max(1, int(options.sparsity * spec.d_in))
@@ -66,4 +79,4 @@ def _aligned(width: int, alignment: int) -> int:
     return -(-width // alignment) * alignment
 
 
-BACKBONE = Lost
+Options.layer = Lost

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain.config.tree import BackboneOptions, key
 from dlr_pretrain.models.layer import Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
+
+
+@dataclass
+class FactorOptions(BackboneOptions):
+    """Of every layer with factors A and B of rank r."""
+
+    factorized = True
+    rank: int = key("rank r of the factors", ge=1)
+    init: str = "cola"
+    latent_scale: float = 1.0
+
+
+@dataclass
+class Options(FactorOptions):
+    init: Literal["cola", "kaiming", "xavier"] = key("of the factors; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
+    latent_scale: float = key("factor s of the latent", gt=0)
+    exported = ("rank", "latent_scale")
 
 
 class LowRank(Layer):
@@ -19,12 +38,13 @@ class LowRank(Layer):
     as in LORO. ``latent_scale`` is s.
     """
 
+    options: FactorOptions
     a: nn.Parameter
     b: nn.Parameter
 
-    def __init__(self, spec: Spec, options: Any, pad_rank: int | None = None):
+    def __init__(self, spec: Spec, options: FactorOptions, pad_rank: int | None = None):
         super().__init__(spec, options)
-        self.rank, self.scale = options.rank, getattr(options, "latent_scale", 1.0)
+        self.rank, self.scale = options.rank, options.latent_scale
         self.fuse("a", "a.weight", (self.rank, spec.d_in), (pad_rank or self.rank, spec.pad_in))
         self.fuse("b", "b.weight", (spec.d_out, self.rank), (spec.pad_out, self.rank))
 
@@ -34,7 +54,7 @@ class LowRank(Layer):
 
     def initial_factor(self, seeded: SeededInit, name: str, shape: tuple[int, int]) -> Tensor:
         """A [r, d_in] or B [d_out, r]."""
-        match getattr(self.options, "init", "cola"):
+        match self.options.init:
             case "cola":
                 return seeded.normal(name, shape, (self.rank * (self.spec.d_in + self.spec.d_out)) ** -0.25)
             case "xavier":
@@ -91,4 +111,4 @@ def balanced(u: Tensor, s: Tensor, vh: Tensor) -> tuple[Tensor, Tensor]:
     return u * root, root[:, None] * vh
 
 
-BACKBONE = LowRank
+Options.layer = LowRank

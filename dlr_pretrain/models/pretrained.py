@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dlr_pretrain.config import Config
+from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
@@ -106,10 +106,10 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
     found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
     found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    heads, act = cfg.scale.num_heads, "silu" if getattr(cfg.backbone, "swiglu_silu", True) else "linear"
+    heads, act = cfg.scale.num_heads, "silu" if cfg.backbone.swiglu_silu else "linear"
     wanted = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
               "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default",
-              "backbone": cfg.backbone.name, **cfg.backbone.knobs, "tokenizer_sha256": tokenizer}  # fmt: skip
+              "backbone": cfg.backbone.name, **to_dict(cfg)["backbone"], "tokenizer_sha256": tokenizer}  # fmt: skip
     return [
         f"config.json: {name} is {found[name]}, here {value}"
         for name, value in wanted.items()

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dlr_pretrain.config import Config, Problem
+from dlr_pretrain.config.tree import key
+from dlr_pretrain.models import lora
 from dlr_pretrain.models.layer import SeededInit, projections
 from dlr_pretrain.models.lora import Lora, merged
 from dlr_pretrain.util import sharded
+
+
+@dataclass
+class Options(lora.Options):
+    merge_every: int = key("updates between merges", ge=1)
+    restart_warmup: int = key("updates of linear warm-up after each merge", ge=0)
+    prune_ratio: float = key("share of the optimizer state, drawn at random, that a merge zeroes", ge=0, le=1)
+
+    def problems(self, cfg: Config) -> Iterator[Problem]:
+        every = self.merge_every
+        if every >= cfg.train.steps:
+            rule = f"must be below train.steps={cfg.train.steps}: nothing would be merged"
+            yield Problem("backbone.merge_every", every, rule, "Use backbone=lora for that")
+        elif self.restart_warmup >= every:
+            yield Problem("backbone.restart_warmup", self.restart_warmup, f"must be below backbone.merge_every={every}")
 
 
 class Relora(Lora):
@@ -18,6 +37,8 @@ class Relora(Lora):
     The trainer merges after every ``merge_every`` updates, drops most of the factors' optimizer state and warms the
     learning rate up again.
     """
+
+    options: Options
 
     @torch.no_grad()
     def merge_(self, state: Mapping[str, Tensor], seeded: SeededInit, path: str, number: int) -> list[str]:
@@ -41,4 +62,4 @@ class Relora(Lora):
         return [f"{path}.a", f"{path}.b"]
 
 
-BACKBONE = Relora
+Options.layer = Relora

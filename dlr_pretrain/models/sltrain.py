@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dlr_pretrain.config.tree import BackboneOptions, key
 from dlr_pretrain.models.layer import Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
+
+
+@dataclass
+class Options(BackboneOptions):
+    rank: int = key("rank r of the factors", ge=1)
+    alpha: float = key("s = alpha / rank", gt=0)
+    sparsity: float = key("share of trained entries of S", gt=0, le=1)
 
 
 class Sltrain(Layer):
@@ -23,12 +31,13 @@ class Sltrain(Layer):
     """
 
     deployed_dense = True
+    options: Options
     a: nn.Parameter
     b: nn.Parameter
     values: nn.Parameter
     index: Tensor
 
-    def __init__(self, spec: Spec, options: Any):
+    def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)
         rank, self.scale = options.rank, options.alpha / options.rank
         entries = int(options.sparsity * spec.d_in * spec.d_out)
@@ -71,4 +80,4 @@ def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> T
     return product.flatten().index_add(0, index, values).view(product.shape)
 
 
-BACKBONE = Sltrain
+Options.layer = Sltrain

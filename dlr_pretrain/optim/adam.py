@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dlr_pretrain.config import Config, Problem
+from dlr_pretrain.config.tree import OptimizerOptions, key
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA, at_least_fp32
+
+
+@dataclass
+class AdamOptions(OptimizerOptions):
+    beta1: float = key("decay of first moments", ge=0, lt=1)
+    beta2: float = key("decay of second moments", ge=0, lt=1)
+    eps: float = key("added before the bias correction", ge=1e-30)
+    weight_decay: float = key("share of a weight that an update at rate 1 takes off", ge=0)
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.beta1, self.beta2
+
+
+def whole_tensors(cfg: Config, needs: str = "a matrix optimizer needs whole matrices") -> Iterator[Problem]:
+    """The rule of optimizers whose updates need more of a tensor than a rank's rows."""
+    if cfg.parallel.name != "ddp":
+        rule = f"{needs}, and parallel={cfg.parallel.name} shards them"
+        yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
 
 
 class Adam(torch.optim.Optimizer):
@@ -22,9 +44,8 @@ class Adam(torch.optim.Optimizer):
 
     index: int  # the update's index in the run, from 0, set before each step
 
-    def __init__(self, groups: list[dict], knobs: dict):
-        betas = knobs["beta1"], knobs["beta2"]
-        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
+    def __init__(self, groups: list[dict], options: AdamOptions):
+        super().__init__(groups, {"lr": 0.0, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures here

@@ -15,12 +15,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import decay_groups, empty_state
+from dlr_pretrain.config import Config, Problem
+from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.optim.adam import AdamOptions, decay_groups, empty_state, whole_tensors
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -31,53 +34,69 @@ WORD = 0xFFFFFFFF
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
 
 
-def build(
-    parameters: dict[str, Tensor],
-    knobs: dict,
-    fused: bool = True,
-    compiled: bool = False,
-    rounding_seed: int | None = None,
-) -> list[torch.optim.Optimizer]:
-    """Build torch's AdamW, or with ``rounding_seed`` a ``WideAdamW`` that rounds stochastically.
+@dataclass
+class Options(AdamOptions):
+    """torch's AdamW, or one that rounds stochastically.
 
     Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
-
-    Without ``fused``, torch's foreach kernels round after every operation, as in this family's published runs. In pure
-    bf16, weight decay then does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment by
-    1 - beta2 = 0.001 does not change it either.
     """
-    groups = decay_groups(parameters, knobs["weight_decay"])
-    if rounding_seed is not None:
-        return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed))]
-    fused = fused and not any(p.is_meta for p in parameters.values())  # ``state_bytes``: no fused kernel there
-    betas, eps = (knobs["beta1"], knobs["beta2"]), knobs["eps"]
-    return [torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused, foreach=not fused)]
+
+    eps: float = key("added to the root of second moments", ge=1e-30)
+    weight_decay: float = key("on every parameter, as in the paper", ge=0)
+    elementwise = True
+    rounds_stochastically = True
+
+    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
+        if how.rounding_seed is not None:
+            return [WideAdamW(parameters, self, how)]
+        on_meta = any(p.is_meta for p in parameters.values())  # ``state_bytes``: there is no fused kernel there
+        return self.of_torch(parameters, fused=not on_meta)
+
+    def of_torch(self, parameters: dict[str, Tensor], fused: bool) -> list[torch.optim.Optimizer]:
+        """torch's AdamW, on the fused kernel or on the foreach kernels."""
+        groups = decay_groups(parameters, self.weight_decay)
+        return [torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=fused, foreach=not fused)]
 
 
-def build_8bit(
-    parameters: dict[str, Tensor],
-    knobs: dict,
-    compiled: bool = False,
-    rounding_seed: int | None = None,
-) -> list[torch.optim.Optimizer]:
-    """Build AdamW with 8-bit moments for parameters that are large enough and consist of whole blocks."""
-    _map(signed=True)  # imports torchao here, and not in code that is compiled
-    quantised = {p for p in parameters.values() if p.numel() >= SMALLEST and p.numel() % knobs["block_size"] == 0}
-    groups = decay_groups(parameters, knobs["weight_decay"])
-    return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), quantised)]
+class ForeachOptions(Options):
+    """torch's foreach kernels, which round after every operation, as in this family's published runs.
+
+    In pure bf16, weight decay then does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment
+    by 1 - beta2 = 0.001 does not change it either.
+    """
+
+    rounds_stochastically = False
+
+    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
+        return self.of_torch(parameters, fused=False)
+
+
+@dataclass
+class EightBitOptions(Options):
+    """AdamW with 8-bit moments for parameters that are large enough and consist of whole blocks."""
+
+    block_size: int = key("values that share a scale", ge=1)
+
+    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
+        _map(signed=True)  # imports torchao here, and not in code that is compiled
+        quantised = {p for p in parameters.values() if p.numel() >= SMALLEST and p.numel() % self.block_size == 0}
+        return [WideAdamW(parameters, self, how, quantised, self.block_size)]
+
+    def problems(self, cfg: Config) -> Iterator[Problem]:
+        return whole_tensors(cfg, "8-bit moments come in whole blocks")
 
 
 class WideAdamW(torch.optim.Optimizer):
-    """AdamW over ``groups``, which may hold the rows of sharded parameters, in one pass for each parameter.
+    """AdamW over named ``parameters``, whose rows may be sharded, in one pass for each parameter.
 
     It computes in fp32, and masks updates on the device. The k-th update of a parameter is
     W <- (1 - lr weight_decay) W - lr m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + eps).
 
-    ``rounding_keys`` has ``keys`` by parameter; bf16 weights and second moments with keys are rounded stochastically,
-    because most of their changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks a second moment
-    by a thousandth. First moments change by a tenth, and are rounded to the nearest.
+    With a rounding seed, bf16 weights and their second moments are rounded stochastically, because most of their
+    changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks a second moment by a thousandth. First
+    moments change by a tenth, and are rounded to the nearest.
 
-    The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``knobs["block_size"]`` values.
+    The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``block_size`` values.
     """
 
     # As torch's fused kernels: ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
@@ -87,17 +106,17 @@ class WideAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict],
-        knobs: dict,
-        compiled: bool,
-        rounding_keys: Mapping[Tensor, Tensor],
+        parameters: dict[str, Tensor],
+        options: AdamOptions,
+        how: How,
         quantised: Collection[Tensor] = (),
+        block_size: int = 1,
     ):
-        betas = knobs["beta1"], knobs["beta2"]
-        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
-        self.rounding_keys, self.quantised = rounding_keys, quantised
-        self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
-        self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
+        groups = decay_groups(parameters, options.weight_decay)
+        super().__init__(groups, {"lr": 0.0, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0})
+        self.rounding_keys, self.quantised = rounding_keys(parameters, how.rounding_seed), quantised
+        self.compiled, self.block_size = how.compiled, block_size
+        self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if how.compiled else _advance
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,9 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import Choice
-from dlr_pretrain.config.knobs import STOCHASTIC_ROUNDING
-from dlr_pretrain.optim import adamw, galore
+from dlr_pretrain.config.tree import How, OptimizerOptions
 from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
@@ -21,12 +18,6 @@ from dlr_pretrain.util.sharded import Stored
 from dlr_pretrain.util.tensors import ALPHA, named_generator
 
 Split = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by name: fused tensors -> views of their matrices
-BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the module of that name
-    "adamw_foreach": partial(adamw.build, fused=False),
-    "adamw_8bit": adamw.build_8bit,
-    "fira": galore.build,
-}
-ELEMENTWISE = ("adamw", "adamw_foreach", "adamw_8bit")  # optimizers to which a fused parameter is as good as its parts
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -43,7 +34,7 @@ class InOut(Protocol):
 
 
 def build(
-    choice: Choice,
+    chosen: OptimizerOptions,
     working: Mapping[str, Tensor],
     *,
     values: Mapping[str, Tensor] | None = None,
@@ -52,7 +43,7 @@ def build(
     compiled: bool = False,
     rounding_seed: int | None = None,
 ) -> Optimizer:
-    """Build the optimizer that ``choice`` names, over the parameters ``working`` of a model, by their names.
+    """Build the ``chosen`` optimizer over the parameters ``working`` of a model, by their names.
 
     ``values`` are their fp32 masters if there are any. Scalars have no weight decay. Every update receives its learning
     rate. ``split`` cuts fused tensors into matrices, for the optimizers that treat matrices as such. If parameters are
@@ -61,17 +52,15 @@ def build(
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
     rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
     """
-    options = {}
-    if choice.name in STOCHASTIC_ROUNDING:
-        options = {"compiled": compiled, "rounding_seed": rounding_seed}
-    elif rounding_seed is not None:
-        raise ValueError(f"optimizer={choice.name} does not round stochastically")
-    make = BUILDERS.get(choice.name) or importlib.import_module(f"dlr_pretrain.optim.{choice.name}").build
-    whole = choice.name in ELEMENTWISE or any(map(sharded.is_sharded, working.values()))
-    return Optimizer(working, values, residuals, dict if whole else split, partial(make, knobs=choice.knobs, **options))
+    if rounding_seed is not None and not chosen.rounds_stochastically:
+        raise ValueError(f"optimizer={chosen.name} does not round stochastically")
+    whole = chosen.elementwise or any(map(sharded.is_sharded, working.values()))
+    return Optimizer(
+        working, values, residuals, dict if whole else split, partial(chosen.build, how=How(compiled, rounding_seed))
+    )
 
 
-def state_bytes(choice: Choice, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
+def state_bytes(chosen: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
     """Bytes of all state tensors after an update of every parameter, counters included, as in ``state_tensors``.
 
     The update runs on the meta device: of the parameters only names, shapes and dtypes matter.
@@ -79,18 +68,20 @@ def state_bytes(choice: Choice, parameters: Mapping[str, Tensor], split: Split =
     shaped = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     for p in shaped.values():
         p.requires_grad_().grad = torch.empty_like(p)
-    optimizer = build(choice, shaped, split=split)
+    optimizer = build(chosen, shaped, split=split)
     optimizer.collect()
     optimizer.update(0.0, skip=torch.zeros(()), index=0)
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
 
 
-def checkpoint_bytes(choice: Choice, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict) -> int:
+def checkpoint_bytes(
+    chosen: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict
+) -> int:
     """Bytes of the tensors of a checkpoint: ``state`` (parameters, buffers, learned strengths), and the optimizer's for
     the ``trained`` parameters.
     """
     optimized = {name: state[name] for name in (*trained, ALPHA) if name in state}
-    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(choice, optimized, split)
+    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(chosen, optimized, split)
 
 
 class Optimizer:

@@ -5,19 +5,56 @@ Fira (Chen et al., 2024) adds the rest of the gradient, scaled as Adam scales th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import Adam, block_matrices, decay_groups, empty_state, move, without
+from dlr_pretrain.config import Config, Problem
+from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.optim.adam import (
+    Adam,
+    AdamOptions,
+    block_matrices,
+    decay_groups,
+    empty_state,
+    move,
+    whole_tensors,
+    without,
+)
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
-    """GaLore, or Fira if there is a ``limiter``, on the matrices of the blocks; plain Adam on all others."""
-    matrices = block_matrices(parameters)
-    projected = [group | {"projected": True} for group in decay_groups(matrices, knobs["weight_decay"])]
-    others = decay_groups(without(parameters, matrices), knobs["weight_decay"])
-    return [(Fira if "limiter" in knobs else GaLore)(projected + others, knobs)]
+@dataclass
+class Options(AdamOptions):
+    """GaLore on the matrices of the blocks, plain Adam on all others."""
+
+    rank: int = key("rank of the projection", ge=1)
+    update_scale: float = key("factor of a projected update", gt=0)
+    refresh_every: int = key("updates between renewals of the projectors", ge=1)
+
+    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
+        matrices = block_matrices(parameters)
+        projected = [group | {"projected": True} for group in decay_groups(matrices, self.weight_decay)]
+        return [self.of(projected + decay_groups(without(parameters, matrices), self.weight_decay))]
+
+    def of(self, groups: list[dict]) -> torch.optim.Optimizer:
+        return GaLore(groups, self)
+
+    def problems(self, cfg: Config) -> Iterator[Problem]:
+        yield from whole_tensors(cfg)
+        if cfg.backbone.name != "full":
+            rule = f"projects the gradients of dense layers, and those of backbone={cfg.backbone.name} are not"
+            yield Problem("optimizer", self.name, rule, "Use backbone=full, or optimizer=adamw")
+
+
+@dataclass
+class FiraOptions(Options):
+    limiter: float = key("largest growth, in an update, of the norm of what is not projected", ge=1)
+
+    def of(self, groups: list[dict]) -> torch.optim.Optimizer:
+        return Fira(groups, self)
 
 
 class GaLore(Adam):
@@ -28,9 +65,9 @@ class GaLore(Adam):
     keeps the moments, although they belong to the old P.
     """
 
-    def __init__(self, parameter_groups: list[dict], knobs: dict):
-        super().__init__(parameter_groups, knobs)
-        self.rank, self.scale, self.refresh_every = knobs["rank"], knobs["update_scale"], knobs["refresh_every"]
+    def __init__(self, groups: list[dict], options: Options):
+        super().__init__(groups, options)
+        self.rank, self.scale, self.refresh_every = options.rank, options.update_scale, options.refresh_every
 
     def update(self, p: Tensor, gradient: Tensor, group: dict) -> None:
         if not group.get("projected"):
@@ -54,9 +91,9 @@ class Fira(GaLore):
     Frobenius norm of S grows by at most the factor ``limiter`` from one update to the next.
     """
 
-    def __init__(self, groups: list[dict], knobs: dict):
-        super().__init__(groups, knobs)
-        self.limiter = knobs["limiter"]
+    def __init__(self, groups: list[dict], options: FiraOptions):
+        super().__init__(groups, options)
+        self.limiter = options.limiter
 
     def full(self, p: Tensor, gradient: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
         state, along = self.state[p], 1 if p.shape[0] >= p.shape[1] else 0

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import Adam, decay_groups, move, without
+from dlr_pretrain.config import Config, Problem
+from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole_tensors, without
 
 
-def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
+@dataclass
+class Options(AdamOptions):
     """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others."""
-    downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}
-    names = [name for a, b in downs.items() if a in parameters for name in (b, a)]
-    pairs = {"params": [parameters[name] for name in names], "weight_decay": knobs["weight_decay"], "paired": True}
-    groups = [*decay_groups(without(parameters, names), knobs["weight_decay"]), pairs]
-    return [Loro(groups, knobs, parameters["model.embed_tokens.weight"].shape[1])]
+
+    schedule: Literal["loro", "cosine"] = key("a cosine that restarts after each exact step, or as all others")
+    exact_every: int = key("updates between exact steps", ge=1)
+    restart_warmup: int = key("updates of warm-up after an exact step", ge=0)
+    shift: int | None = key("delay of the cosine, a multiple of exact_every; null: that in the warm-up", ge=0)
+
+    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
+        downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}
+        names = [name for a, b in downs.items() if a in parameters for name in (b, a)]
+        pairs = {"params": [parameters[name] for name in names], "weight_decay": self.weight_decay, "paired": True}
+        groups = [*decay_groups(without(parameters, names), self.weight_decay), pairs]
+        return [Loro(groups, self, parameters["model.embed_tokens.weight"].shape[1])]
+
+    @property
+    def restart_every(self) -> int | None:
+        return self.exact_every if self.schedule == "loro" else None
+
+    def rate(self, cfg: Config, update: int) -> float:
+        t, every = cfg.train, self.exact_every
+        shift = cfg.warmup_steps // every * every if self.shift is None else self.shift  # restarts follow exact steps
+        return rate(update, t.steps, cfg.warmup_steps, t.lr, t.min_lr_ratio, every, self.restart_warmup, shift)
+
+    def problems(self, cfg: Config) -> Iterator[Problem]:
+        yield from whole_tensors(cfg)
+        if cfg.backbone.name != "lowrank":
+            rule = f"moves the product B A^T of linear factors, which backbone={cfg.backbone.name} does not multiply by"
+            yield Problem("optimizer", self.name, rule, "Use backbone=lowrank, or optimizer=adamw")
+        elif cfg.dlr.enabled:
+            rule = f"moves the product B A^T, not the (B + beta R^T) A^T that dlr={cfg.dlr.name} multiplies by"
+            yield Problem("optimizer", self.name, rule, "Use dlr=off, or optimizer=adamw")
+        every, shift, span = self.exact_every, self.shift, cfg.train.steps - cfg.warmup_steps
+        if self.schedule == "loro" and shift is not None and (shift > span or shift % every):
+            rule = f"must be null or a multiple of optimizer.exact_every={every} up to the {span} steps after warm-up"
+            yield Problem("optimizer.shift", shift, rule)
 
 
 class Loro(Adam):
@@ -28,9 +65,9 @@ class Loro(Adam):
     counts from there.
     """
 
-    def __init__(self, groups: list[dict], knobs: dict, hidden_size: int):
-        super().__init__(groups, knobs)
-        self.exact_every, self.hidden_size = knobs["exact_every"], hidden_size
+    def __init__(self, groups: list[dict], options: Options, hidden_size: int):
+        super().__init__(groups, options)
+        self.exact_every, self.hidden_size = options.exact_every, hidden_size
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
@@ -83,3 +120,28 @@ def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[
     p, d, qh = torch.linalg.svd(small)
     root = d[:r].sqrt()
     return torch.cat([u, q2], 1) @ (p[:, :r] * root), torch.cat([v, q1], 1) @ (qh[:r].T * root)
+
+
+def rate(
+    update: int, steps: int, warmup: int, peak: float, min_ratio: float, every: int, restart: int, shift: int
+) -> float:
+    """The learning rate of update ``update`` (counted from 0), with the constants of its authors' code.
+
+    The warm-up starts at ``min_ratio * peak`` rather than 0. The cosine after it runs ``shift`` updates late, so that
+    it rises a little further first and ends above the minimum. An exact step, every ``every`` updates, zeroes the
+    moments; the rate then rises, over ``restart`` updates, from almost 0 to the value of the curve at the restart.
+    There is no restart from the end of the warm-up until update ``shift + every``.
+    """
+    warms_up, span = update < warmup, steps - warmup
+    t = update if warms_up else update - shift
+    cycle, since = divmod(t, every)
+    restarting = cycle > 0 and since < restart
+    at = cycle * every if restarting else t
+    if warms_up:
+        top = 0.5 * (1 + math.cos(math.pi * shift / span))
+        level = at / warmup * (top - min_ratio) + min_ratio
+    else:
+        level = min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * (at - warmup) / span))
+    if restarting:
+        level = since / restart * (level - 1e-6) + 1e-6
+    return peak * level

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TextIO
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.tree import keys_of
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train.corpus import FEW_TOKENS, WARNED_UNKNOWN, Corpus
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.ranks import Ranks
@@ -86,19 +86,21 @@ class Console:
 
 def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model: Llama) -> dict[str, str]:
     """What a run will train: label and text of each row."""
+    own = keys_of(type(cfg.backbone))
     t, world, micro = cfg.train, ranks.world_size, cfg.micro_batch(ranks.world_size)
-    knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")
+    options = ", ".join(f"{name} {getattr(cfg.backbone, name)}" for name, key in own if not key.fixed)
     dlr, projections = "no DLR", 7 * cfg.scale.num_layers
     if cfg.dlr.enabled:
         dlr = f"DLR {cfg.dlr.name} (alpha {cfg.dlr.alpha:g}) on {projections} projections"
     total, trained, _ = parameter_counts(cfg, model).values()
     tokens, shape = t.global_batch * t.seq_len, {"cosine": "a cosine", "linear": "a line"}[t.lr_decay]
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
-    anew = f", anew every {plural(every, 'step')}" if (every := restarts(cfg)) else ""
+    every = cfg.optimizer.restart_every or cfg.backbone.merge_every
+    anew = f", anew every {plural(every, 'step')}" if every else ""
     vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
     table = {
         "run": str(run_dir),
-        "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",
+        "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({options})' if options else ''}, {dlr}",
         "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}; "
         f"vocabulary {vocabulary:,}{', padded' if vocabulary > corpus.tokenizer.vocab_size else ''}",
         "data": f"{corpus.source.describe()}; "

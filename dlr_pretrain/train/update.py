@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, inputs_and_targets
-from dlr_pretrain.models import Llama
+from dlr_pretrain.models import Llama, relora
 from dlr_pretrain.models.layer import SeededInit, named_layers
-from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
@@ -121,13 +120,13 @@ class Update:
         Most of their optimizer state is dropped. The result depends on the state, the configuration and ``step`` alone:
         it is the same on every rank and after a resume. Source: Lialin et al. (2023).
         """
-        knobs: dict = self.cfg.backbone.knobs
-        seeded, number, factors = SeededInit(self.cfg.seed), step // knobs["merge_every"], set()
+        options = cast(relora.Options, self.cfg.backbone)
+        seeded, number, factors = SeededInit(self.cfg.seed), step // options.merge_every, set()
         with self.optimizer.taken_out() as values:
             for path, layer in named_layers(self.model):
-                if isinstance(layer, Relora):
+                if isinstance(layer, relora.Relora):
                     factors |= set(layer.merge_(values, seeded, path, number))
-        self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number)
+        self.optimizer.prune(factors, 1 - options.prune_ratio, (self.cfg.seed << 32) + number)
 
     def warm_up(self) -> None:
         """Run one backward pass without targets, before the first update of a process.

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity
+from dlr_pretrain.cli import world_size
+from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity, parse, to_dict
 from dlr_pretrain.config.command_line import check, options, read
 from dlr_pretrain.config.written import PATHS
+from dlr_pretrain.util.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
@@ -74,10 +76,15 @@ def test_a_path_in_another_spelling_is_the_same_run(key, spelling, tmp_path, mon
 
 
 @pytest.fixture
-def own(tmp_path):
+def own(tmp_path, monkeypatch):
     """A folder of options and recipes of one's own, for --config-dir."""
     files = {
-        "backbone/gated.yaml": 'defaults: [lowrank, _self_]\nname: gated\ngate: 0.5\nactivation: "silu"\n',
+        "backbone/gated.yaml": "defaults: [lowrank, _self_]\n_target_: gated.Options\nname: gated\ngate: 0.5\n",
+        "backbone/strange.yaml": "_target_: json.JSONDecoder\nname: strange\n",
+        "backbone/gone.yaml": "_target_: no_such_package.Options\nname: gone\n",
+        "gated.py": "from dataclasses import dataclass\nfrom dlr_pretrain.config.tree import key\n"
+        "from dlr_pretrain.models import lowrank\n\n@dataclass\nclass Options(lowrank.Options):\n"
+        "    gate: float = key('of the latent', ge=0)\n",
         "backbone/other/gated.yaml": "defaults: [/backbone/gated@_here_, _self_]\n",
         "scale/3b.yaml": "defaults: [1b, _self_]\nname: 3b\nnum_layers: 36\n",
         "experiment/mine/grid.yaml": "# @package _global_\n"
@@ -89,16 +96,23 @@ def own(tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
     return f"--config-dir={tmp_path}"
 
 
 def test_options_and_recipes_of_ones_own(own):
-    gated = config(own, *SMALL, "backbone=gated", "backbone.gate=1").backbone.knobs
-    assert gated == config(*SMALL).backbone.knobs | {"gate": 1.0, "activation": "silu"}
-    assert problems(own, *SMALL, "backbone=gated", "backbone.gtae=1", "backbone.rank=x") == [
+    cfg = config(own, *SMALL, "backbone=gated", "backbone.gate=1")
+    written, plain = to_dict(cfg), to_dict(config(*SMALL))
+    assert written["backbone"] == plain["backbone"] | {"_target_": "gated.Options", "name": "gated", "gate": 1.0}
+    assert parse(written) == cfg
+    assert problems(own, *SMALL, "backbone=gated", "backbone.gtae=1", "backbone.gate=-1") == [
         "backbone.gtae=1: no such key of backbone=gated. Did you mean backbone.gate?",
-        "backbone.rank=x: must be a whole number",
+        "backbone.gate=-1: must be a number of at least 0 (of the latent)",
     ]
+    (said,) = problems(own, *SMALL, "backbone=strange")
+    assert said.startswith("backbone._target_=json.JSONDecoder: is no subclass of BackboneOptions")
+    (said,) = problems(own, *SMALL, "backbone=gone")
+    assert said.startswith("backbone._target_=no_such_package.Options: cannot be imported") and "PYTHONPATH" in said
     for words in ([own], [f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]"]):
         cfg = config(*words, "scale=3b")
         assert (cfg.scale.num_layers, cfg.scale.hidden_size, cfg.train.steps) == (36, 2048, 140_000)
@@ -129,6 +143,10 @@ def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
     jobs = configs("-m", *SMALL, "+dlr=on,off", "train.lr=range(1,3)")
     assert [(cfg.dlr.name, cfg.train.lr) for cfg in jobs] == [("on", 1), ("on", 2), ("off", 1), ("off", 2)]
     assert [cfg.scale.name for cfg in configs("-m", "scale=glob(1*)")] == ["130m", "1b"]
+    jobs = configs("-m", *SMALL, "backbone=choice(cola,lost)", "train.lr=tag(log,interval(1e-4,1e-2))")
+    ends = [(cfg.backbone.name, cfg.train.lr) for cfg in jobs]
+    assert ends == [("cola", 1e-4), ("cola", 1e-2), ("lost", 1e-4), ("lost", 1e-2)]
+    assert problems("-m", *SMALL, "train.lr=interval(0,1)")[0].startswith("train.lr=0.0: must be a number above 0")
     assert problems("-m", *SMALL, "train.lr=glob(*)") == ["-m: no job: a value is a glob that matches no option"]
     assert problems("-m", *SMALL, "seed=1,-1")[0].startswith("seed=-1: must be")
     assert "several jobs of this sweep would share" in problems("-m", *SMALL, "log.every=1,2")[0]
@@ -141,7 +159,6 @@ from dlr_pretrain.util import errors
 from dlr_pretrain.cli import main
 
 def run(cfg):
-    assert "torch" not in sys.modules
     print(cfg.run.dir, *sys.argv[1:])
     {{body}}
 
@@ -167,7 +184,9 @@ def stub(tmp_path):
 
 
 def test_help_is_one_screen_and_cfg_prints_the_composed_configuration(tmp_path):
-    done = python(str(ROOT / "train.py"), "--help", "+scale=1b", cwd=tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch takes seconds to import')")
+    without_torch = {"PYTHONPATH": str(tmp_path)}
+    done = python(str(ROOT / "train.py"), "--help", "+scale=1b", cwd=tmp_path, **without_torch)
     assert done.returncode == 0
     listed = set(re.findall(r"[\w/]+", done.stdout))
     assert [(group, o) for group in GROUPS for o in options(group) if not {group, o} <= listed] == []
@@ -175,15 +194,33 @@ def test_help_is_one_screen_and_cfg_prints_the_composed_configuration(tmp_path):
     assert done.returncode == 0
     for line in ("  lr: 0.5\n", "  intermediate_size: 5461\n", "  seq_len: 256\n", "  latent_scale: 1.0\n"):
         assert line in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["torch.py"]
 
 
-def test_a_mistake_is_answered_before_torch_is_imported_and_by_rank_0_alone(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch takes seconds to import')")
+def test_a_mistake_is_answered_by_rank_0_alone(tmp_path):
     for rank, said in (("0", "error: train.lrr=1: no such key. Did you mean train.lr?\n"), ("1", "")):
-        ranks = {"RANK": rank, "WORLD_SIZE": "2", "PYTHONPATH": str(tmp_path)}
+        ranks = {"RANK": rank, "WORLD_SIZE": "2"}
         done = python(str(ROOT / "train.py"), "train.lrr=1", cwd=tmp_path, **ranks)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "abc"},
+        {"RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+    ],
+)
+def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="Start ranks by torchrun --nproc-per-node"):
+        world_size()
 
 
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
@@ -214,6 +251,18 @@ def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_pat
     assert (done.returncode, done.stderr, done.stdout.count("s3")) == (3, "error: no disk\n", 0)
     done = stub("", "-m", "scale=1b,7b", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2 and done.stderr.startswith("error: -m: a sweep under torchrun would run all its jobs")
+
+
+def test_a_sweeper_is_told_each_jobs_result(stub, tmp_path):
+    """As Optuna's is: a callback of Hydra sees what a sweeper sees."""
+    (tmp_path / "said.py").write_text(
+        "from hydra.experimental.callback import Callback\n"
+        "class Said(Callback):\n"
+        "    def on_job_end(self, config, job_return, **_): print('result', job_return.return_value)\n"
+    )
+    act = 'if cfg.seed == 2: raise errors.Diverged("step 3: not finite")\n    return cfg.seed / 2'
+    done = stub(act, "-m", "+scale=tiny", "seed=1,2,3", "+hydra.callbacks.said._target_=said.Said")
+    assert [line for line in done.stdout.splitlines() if "result" in line] == ["result 0.5", "result inf", "result 1.5"]
 
 
 def test_errors_have_one_line_and_their_own_code_and_a_bug_has_its_traceback(stub, tmp_path):

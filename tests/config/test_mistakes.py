@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import GROUPS, ConfigError
+from dlr_pretrain.config import GROUPS, ConfigError, to_dict
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.config.problems import nearest, synonyms
 from dlr_pretrain.config.tree import KEYS
@@ -15,7 +15,7 @@ from dlr_pretrain.config.written import all_keys
 from tests.conftest import ROOT
 
 SETTABLE = {name: key.kinds() for name, key in KEYS.items() if not key.fixed}
-KNOWN = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}
+KNOWN = {*GROUPS, *all_keys(to_dict(load(["backbone=cola"], machine=False)))}
 
 
 def refusal(*words: str, ranks: int = 1) -> list[str]:
@@ -44,7 +44,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "seed = 3": ["seed = 3: not of the form key=value", "without blanks"],
     "~logger": ["logger.view: needs a value", "logger=<option>"],
     "train.lr=${nope}": ["train.lr", "'nope' not found"],
-    "train.lr=": ["train.lr=: must be a number above 0 (peak learning rate)"],
+    "train.lr=": ["train.lr=: must be a number above 0 and at most 1000 (peak"],
     "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
     "run.root=None": ["run.root=None: must be text (folder of the runs)", "Write ./None for the path"],
@@ -54,6 +54,15 @@ MISTAKES = {  # a command line, and what the one line about it names
     "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
     "eval.every=0": ["eval.every=0: must be a whole number of at least 1", "train.steps or more: only the last step"],
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
+    "--local-rank=0": ["--local-rank=0: not a flag", "torchrun --nproc-per-node <GPUs> train.py"],
+    "hydra.job.chdir=true": ["hydra.job.chdir=true: would move relative paths"],
+    # slips of the keyboard, which would make a check hang
+    "data.streams=1000000000000": ["data.streams=1000000000000", "at most 1048576"],
+    "train.micro_batch=1000000000000": ["train.micro_batch=1000000000000", "at most 1048576"],
+    "train.seq_len=1e15": ["train.seq_len=1000000000000000.0", "at most 1048576"],
+    "scale.num_layers=1e9": ["scale.num_layers=1000000000.0", "at most 10000"],
+    "dlr=on dlr.alpha=1e308": ["dlr.alpha=1e+308", "at most 1000"],
+    "optimizer.eps=1e-300": ["optimizer.eps=1e-300", "at least 1e-30"],
     # rules of the backbone, the optimizer and DLR
     "optimizer=adamw_8bit parallel=fsdp": ["8-bit moments come in whole blocks", "Use parallel=ddp"],
     "optimizer=galore": ["optimizer=galore", "backbone=lowrank", "Use backbone=full"],
@@ -66,6 +75,8 @@ MISTAKES = {  # a command line, and what the one line about it names
     "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
     "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
     "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
+    "train.stop_after=301": ["train.stop_after=301: must be at most train.steps=300"],
+    "data.packing=pad data.mask_documents=true": ["would be ignored: data.packing=pad and eval.packing=pad"],
     "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],
     "train.steps=3 train.warmup_ratio=0.9": ["train.warmup_ratio=0.9: makes 3 steps", "below train.steps=3"],

@@ -12,13 +12,19 @@ from dlr_pretrain.analysis import runs
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, identity, parse, to_dict
 from dlr_pretrain.config.command_line import default_choices
-from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences
+from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences, options_class
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
 
 OPTION_FILES = {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in GROUPS}
+
+
+def option(group: str, name: str) -> dict:
+    """The tree of an option's file."""
+    return {group: yaml.safe_load((CONFIG_DIR / group / f"{name}.yaml").read_text())}
+
+
 COMPOSED = [group for group in GROUPS if group != "experiment"]
 
 
@@ -97,8 +103,9 @@ def test_derived_values(cfg):
 
 def test_lists_of_keys_elsewhere_name_keys_that_there_are():
     """Of a key that is renamed, they would say nothing."""
-    knobs = {name for g, of in OPTIONS.items() for o in of for name in all_keys({g: {"name": o}})}
-    known = {*KEYS, *knobs, *GROUPS, "data.shards", "tokenizer.pieces"}
+    pairs = itertools.product(OPTION_FILES["backbone"], OPTION_FILES["optimizer"])
+    own = {name for b, o in pairs for name in all_keys(option("backbone", b) | option("optimizer", o))}
+    known = {*KEYS, *own, *GROUPS, "data.shards", "tokenizer.pieces"}
     lists = [*start.MODEL_KEYS, *start.DATA_KEYS, *start.OPTIMIZER_KEYS, *ORIGIN, *PATHS, *runs.TEXT]
     assert [entry for entry in lists if not any(key.startswith(entry) for key in known)] == []
 
@@ -121,7 +128,7 @@ def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):
     cfg.log.every, cfg.logger.project, cfg.checkpoint.every = 1, "other", 5
     cfg.profile.steps = 9
     assert identity(cfg) == before
-    cfg.backbone.knobs["rank"] = 16
+    cfg.backbone.rank = 16
     assert {key for key, value in identity(cfg).items() if before[key] != value} == {"backbone.rank"}
 
 
@@ -133,17 +140,16 @@ def test_every_option_is_named_as_its_file_and_quotes_its_switches():
         for entry in tree.get("defaults", []):
             assert not any(isinstance(v, bool) for v in (entry.values() if isinstance(entry, dict) else [entry])), path
         group = path.parent.name
-        if group in COMPOSED and group not in (*OPTIONS, "data"):
+        if group in COMPOSED and group != "data":
             own = tree["scale"] if group == "scale" else tree
             assert own["view" if group == "logger" else "name"] == path.stem
-    assert {group: sorted(of) for group, of in OPTIONS.items()} == {group: OPTION_FILES[group] for group in OPTIONS}
 
 
 @pytest.mark.full
 def test_every_shape_composes():
     shapes = itertools.product(OPTION_FILES["scale"], OPTION_FILES["backbone"])
     for (scale, backbone), dlr in zip(shapes, itertools.cycle(OPTION_FILES["dlr"]), strict=False):
-        carries = all_keys({"backbone": {"name": backbone}})["backbone.factorized"].default
+        carries = options_class("backbone", option("backbone", backbone)).factorized
         words = [f"dlr={dlr}"] if carries else []
         cfg = load([f"scale={scale}", f"backbone={backbone}", *words, "data=sample", "logger=jsonl"], machine=False)
         assert (cfg.scale.name, cfg.backbone.name) == (scale, backbone)

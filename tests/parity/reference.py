@@ -182,7 +182,7 @@ FORMULAS |= {"lora": lora, "relora": lora, "sltrain": sltrain}
 
 def formula_loss(cfg: Config, state: State, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """The summed loss of ``rows`` (ids, targets), each by itself."""
-    scale, silu_of_swiglu = cfg.scale, cfg.backbone.knobs.get("swiglu_silu", True)
+    scale, silu_of_swiglu = cfg.scale, cfg.backbone.swiglu_silu
     project = FORMULAS[cfg.backbone.name]
     return sum(
         reference_loss(state, *row, scale.num_heads, scale.num_layers, project(cfg, state), silu_of_swiglu)

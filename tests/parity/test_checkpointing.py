@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlr_pretrain.config import Choice
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import Llama, build, sltrain
 from dlr_pretrain.models.layer import Spec
-from dlr_pretrain.models.sltrain import Sltrain
 from tests.parity.reference import CPU, VOCAB, Operations, small
 
 
@@ -55,7 +53,7 @@ def test_a_block_keeps_latents_and_the_residual_stream(variant, latent, block):
 @pytest.mark.parametrize("shape", [(64, 64, 64, 64), (64, 91, 64, 128), (91, 64, 128, 64)])
 def test_sltrain_keeps_no_dense_matrix(shape):
     d_in, d_out, pad_in, pad_out = shape
-    options = Choice("sltrain", {"rank": 8, "alpha": 8.0, "sparsity": 0.05})
-    layer = Sltrain(Spec(("one", "other"), d_in, d_out, pad_in, pad_out, block=0), options)
+    options = sltrain.Options(name="sltrain", rank=8, alpha=8.0, sparsity=0.05)
+    layer = sltrain.Sltrain(Spec(("one", "other"), d_in, d_out, pad_in, pad_out, block=0), options)
     x = torch.randn(3, pad_in, requires_grad=True)
     assert [storage.nbytes() for storage in kept_by(lambda: layer.expand(x), layer)] == [4 * 3 * pad_out] * 2

@@ -187,10 +187,10 @@ def test_a_plain_loop_has_the_bits_of_the_trainer(precision):
     batch_of = ("train.global_batch=2", "train.micro_batch=2", "train.seq_len=8", "train.clip=null")
     cfg = small("cola", "dlr=on", "compile=false", "device=cpu", f"precision={precision}", *batch_of)
     products, start, _ = made(cfg)
-    plain, knobs = Plain(start), cfg.optimizer
+    plain, options = Plain(start), cfg.optimizer
     assert len(attach_dlr(plain, match="ups.*")) == 14
-    betas = (knobs.beta1, knobs.beta2)
-    adamw = torch.optim.AdamW(plain.parameters(), 0.01, betas, knobs.eps, knobs.weight_decay, fused=True)
+    betas = (options.beta1, options.beta2)
+    adamw = torch.optim.AdamW(plain.parameters(), 0.01, betas, options.eps, options.weight_decay, fused=True)
     with Ranks(cfg) as ranks:
         update, batch = trial(cfg, ranks, VOCAB), random_batch(cfg, ranks, VOCAB)
         ids, targets = batch.tokens[:, :-1], batch.tokens[:, 1:].long()

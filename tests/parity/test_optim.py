@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.config import Config
+from dlr_pretrain.config.tree import OptimizerOptions
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.adapter import split
+from dlr_pretrain.optim import adamw, galore, muon
 from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.loro import Options as LoroOptions
 from dlr_pretrain.optim.loro import retract
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
@@ -25,14 +28,14 @@ from tests.parity.reference import VOCAB, small
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
-CHOICES = {
-    "adamw": ADAM,
-    "adamw_foreach": ADAM,
-    "adamw_8bit": ADAM | {"block_size": 256},
-    "galore": GALORE,
-    "fira": GALORE | {"limiter": 1.01},
-    "loro": ADAM | {"schedule": "loro", "exact_every": 4, "restart_warmup": 2, "shift": None},
-    "muon": ADAM | {"momentum": 0.95, "ns_steps": 5},
+CHOICES: dict[str, tuple[type[OptimizerOptions], dict]] = {
+    "adamw": (adamw.Options, ADAM),
+    "adamw_foreach": (adamw.ForeachOptions, ADAM),
+    "adamw_8bit": (adamw.EightBitOptions, ADAM | {"block_size": 256}),
+    "galore": (galore.Options, GALORE),
+    "fira": (galore.FiraOptions, GALORE | {"limiter": 1.01}),
+    "loro": (LoroOptions, ADAM | {"schedule": "loro", "exact_every": 4, "restart_warmup": 2, "shift": None}),
+    "muon": (muon.Options, ADAM | {"momentum": 0.95, "ns_steps": 5}),
 }
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 LAYER = "model.layers.0."
@@ -46,14 +49,15 @@ def eager():
     torch.compiler.set_stance("default")
 
 
-def chosen(name: str, **knobs) -> Choice:
+def chosen(name: str, **given) -> OptimizerOptions:
     if name == "adamw_8bit":
         pytest.importorskip("torchao")
-    return Choice(name, CHOICES[name] | knobs)
+    options, defaults = CHOICES[name]
+    return options(name=name, **defaults | given)
 
 
 @pytest.fixture(params=CHOICES)
-def choice(request) -> Choice:
+def choice(request) -> OptimizerOptions:
     return chosen(request.param)
 
 
@@ -274,7 +278,7 @@ def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
 
 
 def updates_masks_and_states(
-    choice: Choice, dtype: torch.dtype, device: str = "cpu", rounding_seed: int | None = None
+    choice: OptimizerOptions, dtype: torch.dtype, device: str = "cpu", rounding_seed: int | None = None
 ) -> None:
     """Parameters stay where they are, and all of them move. A masked update, even a first one, changes nothing. Between
     any two updates the state goes through tensors, bit for bit, into a new optimizer, and takes the bytes planned.
@@ -334,7 +338,7 @@ def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
 def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
     """Moments are a tenth of the gradient times the factor; 1.0039 is 1 in bf16."""
     p = torch.zeros(4096, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = optim.build(Choice("adamw", ADAM), {"w": p}, rounding_seed=rounding_seed)
+    optimizer = optim.build(chosen("adamw"), {"w": p}, rounding_seed=rounding_seed)
     p.grad = torch.linspace(0.5, 1, 4096).to(p.dtype)
     expected = (p.grad.float() * 1.0039 * 0.1).to(p.dtype)
     optimizer.collect()
@@ -478,7 +482,7 @@ def test_weight_decay_acts_only_if_an_update_rounds_once():
 
     def end(dtype: torch.dtype, name: str, decay: float) -> Tensor:
         p = start.to(dtype).clone().requires_grad_()
-        optimizer = optim.build(Choice(name, ADAM | {"weight_decay": decay}), {"p": p})
+        optimizer = optim.build(chosen(name, weight_decay=decay), {"p": p})
         for k, gradient in enumerate(gradients):
             p.grad = gradient.to(dtype)
             optimizer.collect()

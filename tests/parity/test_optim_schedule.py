@@ -7,7 +7,8 @@ import math
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.optim.schedule import decayed, loro, rate, restarted
+from dlr_pretrain.optim.loro import rate as loro
+from dlr_pretrain.optim.schedule import decayed, rate, restarted
 
 
 def cosine(t: int, steps: int, warmup: int, peak: float, min_ratio: float) -> float:

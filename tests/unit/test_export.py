@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import EXPORTED as KNOBS
-from dlr_pretrain.deploy.export import MODELING, export, need, open_folder, write_weights
+from dlr_pretrain.deploy.export import MODELING, export, exported_options, need, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models import Llama
@@ -71,11 +70,11 @@ def test_a_folder_loads_strictly_computes_generates_and_is_saved_again(kind, tmp
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", **trust)
     assert torch.equal(again(input_ids=ids).logits, logits)
-    kept, knobs = json.loads((tmp_path / "again/config.json").read_text()), of_kind(kind).backbone.knobs
+    kept, cfg = json.loads((tmp_path / "again/config.json").read_text()), of_kind(kind)
     assert (kept.get("bos_token_id"), kept["pad_token_id"], kept["eos_token_id"]) == (None, 0, 1)
     assert (kept["rms_norm_eps"], kept["max_position_embeddings"]) == (1e-6, 1024)
     assert kept["hidden_act"] == ("linear" if kind == "cola-linear" else "silu")
-    assert all(kept[name] == knobs[name] for name in KNOBS.get(kept.get("backbone"), ()))
+    assert all(kept[name] == getattr(cfg.backbone, name) for name in exported_options(cfg) or ())
 
 
 def test_weights_in_shards_are_loaded(tmp_path, spiece):
@@ -91,7 +90,7 @@ def test_weights_in_shards_are_loaded(tmp_path, spiece):
 def test_the_modeling_file_needs_torch_and_transformers_alone():
     imported = set(re.findall(r"^ *(?:from|import) (\w+)", MODELING.read_text(), flags=re.MULTILINE))
     assert imported - sys.stdlib_module_names == {"torch", "transformers"}
-    assert set(KNOBS) == set(LAYERS) == {kind.split("-")[0] for kind in KINDS} - {"full"}
+    assert set(LAYERS) == {kind.split("-")[0] for kind in KINDS} - {"full"}
 
 
 def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
@@ -147,7 +146,7 @@ def test_llama_cpp_finds_a_vocabulary_of_bpe_alone(tmp_path, kind):
 
 
 def test_a_backbone_without_an_exported_layer_is_written(tmp_path, spiece, ids, monkeypatch):
-    monkeypatch.delitem(KNOBS, "cola")
+    monkeypatch.delattr(type(COLA.backbone), "exported")
     said = export(tmp_path / "folded", COLA, weights(trained(COLA, ROWS)), spiece, RECORD, ids)
     assert said.startswith("transformers cannot load backbone=cola yet")
     assert said in (tmp_path / "folded/README.md").read_text() and (tmp_path / "folded" / WEIGHTS).exists()

@@ -137,7 +137,7 @@ def test_training_and_the_folded_model_are_equal_bit_for_bit(train, tmp_path, fo
 
 @pytest.mark.parametrize("backbone", ["lora", pytest.param("sltrain", marks=pytest.mark.full)])
 def test_a_merge_at_the_end_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone):
-    layer = importlib.import_module(f"dlr_pretrain.models.{backbone}").BACKBONE
+    layer = importlib.import_module(f"dlr_pretrain.models.{backbone}").Options.layer
     given = (f"backbone={backbone}", "precision=bf16", "train.steps=4", "train.lr=1e-2", "train.warmup_steps=0")
     train(tmp_path / "right", *given)
     dense = layer.dense

@@ -17,7 +17,7 @@ import pytest
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
 from dlr_pretrain.launch import local
-from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_lines
+from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_lines, read_table
 from dlr_pretrain.launch.state import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
@@ -101,6 +101,13 @@ def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path
     with pytest.raises(ConfigError, match=r"data=tokens: data\.root: needs a value"):
         loaded(["scale=tiny", "data=tokens"])  # text that no key names is asked for before anything is queued
     assert loaded(["scale=tiny", "data=tokens", f"data.root={tmp_path}/not_of_this_machine"])
+
+
+@pytest.mark.parametrize("end", ["\n", "\f", "\x85", "\u2028"])
+def test_a_value_with_a_line_break_is_refused_before_a_table_is_written(end):
+    """Each line of the file that an array reads is one run."""
+    with pytest.raises(ConfigError, match="logger.notes.*holds a line break"):
+        read_table(["scale=tiny", f"logger.notes=a{end}b"])
 
 
 def test_an_override_selects_the_rows_with_its_value_and_is_added_to_those_without(scheduler, tmp_path, capsys):
