@@ -66,11 +66,11 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Mea
 
 def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
     from benchmarks import isolated, variants
-    from dlr_pretrain.analysis.memory import memory
+    from dlr_pretrain.train.micro_batch import planned_memory
 
     chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
     configs = {name: variants.compose(of)[0] for name, of in chosen.items()}
-    plans = {name: memory(cfg, cfg.planned_vocab_size, ranks=1).total for name, cfg in configs.items()}
+    plans = {name: planned_memory(cfg, cfg.planned_vocab_size, ranks=1) for name, cfg in configs.items()}
     found = [{"name": n, "overrides": of, "plan": plans[n]} | isolated.isolated(of) for n, of in chosen.items()]
     return {"variants": found}, results.MEMORY, True
 

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -16,7 +16,6 @@ from benchmarks.peers import Peer, as_batch, peer_ids
 from benchmarks.protocol import best_product, interleaved, paired, warm_up_products
 from benchmarks.variants import BY_BRANCH, Variant, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import Batch
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import write_to_stderr
@@ -52,7 +51,7 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
         for peer in peers:
             peer.build(cfg, ranks.device)
         rows = cfg.train.global_batch if peers else parity_rows(configs.values())
-        few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
+        few = replace(batch, tokens=batch.tokens[:rows], lengths=batch.lengths[:rows])
         verdicts = check(ours, peers, beside, References(ranks, few))
         beside.clear()
         gc.collect()

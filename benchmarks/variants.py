@@ -17,6 +17,7 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_model, new_optimizer
+from dlr_pretrain.train.trial import random_batch
 from dlr_pretrain.train.update import Update
 
 LR = 1e-3
@@ -100,8 +101,5 @@ def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
 
 def fixed_batch(cfg: Config, ranks: Ranks) -> Batch:
     """Random tokens on the device, the same on every call."""
-    rows, seq_len = cfg.train.global_batch, cfg.train.seq_len
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, cfg.planned_vocab_size, (rows, seq_len + 1), generator=generator, dtype=torch.int32)
-    lengths = torch.full((rows,), seq_len + 1, dtype=torch.int32)
-    return Batch(ranks.to_device(tokens), ranks.to_device(lengths), rows * seq_len, {})
+    batch = random_batch(cfg, ranks, cfg.planned_vocab_size)
+    return replace(batch, tokens=ranks.to_device(batch.tokens), lengths=ranks.to_device(batch.lengths))

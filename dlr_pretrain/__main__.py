@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dlr_pretrain.util.errors import say
 
 if TYPE_CHECKING:
     from dlr_pretrain.config import Config
@@ -25,20 +28,29 @@ def main() -> int:
 
 def train(cfg: Config) -> float | None:
     """Run one configuration; returns its last ``eval/loss``, by which a sweeper such as Optuna's chooses."""
-    from dlr_pretrain.analysis.memory import planned_memory
     from dlr_pretrain.train.run import run
     from dlr_pretrain.util.files import read_metrics
 
-    run(cfg, report, planned_memory)
-    records = read_metrics(Path(str(cfg.run.dir), "metrics.jsonl"))
+    run_dir = Path(str(cfg.run.dir))
+    trained, report = run(cfg), run_dir / "report.md"
+    if os.environ.get("RANK", "0") == "0":
+        if trained or not report.exists():  # killed between export and report
+            write_report(run_dir)
+        if report.exists():
+            say(f"report      {report}", sys.stdout)
+    records = read_metrics(run_dir / "metrics.jsonl")
     return next((record["eval/loss"] for record in reversed(records) if "eval/loss" in record), None)
 
 
-def report(run_dir: Path) -> None:
-    """Write the report of a run that has finished."""
-    from dlr_pretrain.analysis.report import write_report
+def write_report(run_dir: Path) -> None:
+    """Write the report of a run that is complete. If that fails, one line says so, and the run stays complete."""
+    from dlr_pretrain.analysis import report
 
-    write_report(run_dir)
+    try:
+        report.write_report(run_dir)
+    except Exception as error:
+        fix = f"Try python scripts/report.py {run_dir} --output DIR"
+        say(f"warning: no report, {type(error).__name__}: {error}. {fix}", sys.stdout)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,16 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlr_pretrain.analysis.memory import planned_memory
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
-from dlr_pretrain.train.loop import trial_loop
+from dlr_pretrain.train.corpus import WARNED_UNKNOWN, open_corpus
+from dlr_pretrain.train.micro_batch import explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
-from dlr_pretrain.train.update import explain_out_of_memory, random_batch, resolve_micro_batch
+from dlr_pretrain.train.stop import StopRequest
+from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
@@ -77,7 +77,7 @@ def sound(words: list[str]) -> bool:
         say("gpus", *perform(60, partial(gpus, cfg)))
         say("disk", *perform(60, lambda: in_child(partial(disk, cfg, disk_bytes(cfg, cfg.planned_vocab_size)), 30)))
     try:
-        with Ranks(cfg) as ranks:
+        with Ranks(cfg) as ranks, StopRequest(ranks):
             checks = RankChecks(cfg, ranks)
             for name, minutes in (("collectives", 2), ("data", 5), ("step", 15)):  # a step may compile
                 answers = ranks.gather(perform(60 * minutes, getattr(checks, name)))
@@ -222,17 +222,18 @@ class RankChecks:
     def data(self) -> str:
         """The text of the run, and this rank's first batch, with some of what it says."""
         cfg, ranks = self.cfg, self.ranks
-        text = open_text(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
-        self.vocab_size = text.vocab_size
-        with closing(TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, None)) as batches:
+        corpus = open_corpus(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
+        self.vocab_size = corpus.vocab_size
+        with closing(TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, None)) as batches:
             batch = next(batches)
-        sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
-        found = f'{text.source.describe()}, vocabulary {text.tokenizer.vocab_size:,}; first batch: "{sample}..."'
-        found += "".join(f"; {label}: {files}" for label, files in text.source.contents.items())
-        if text.source.remark:
-            raise UserWarning(f"{found}. {text.source.remark}")
-        if text.unknown > MUCH_UNKNOWN:
-            raise UserWarning(f"{found}. {text.unknown:.0%} of it is unknown to the tokenizer: look at tokenizer.path")
+        sample = " ".join(corpus.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
+        found = f'{corpus.source.describe()}, vocabulary {corpus.tokenizer.vocab_size:,}; first batch: "{sample}..."'
+        found += "".join(f"; {label}: {files}" for label, files in corpus.source.contents.items())
+        if corpus.source.remark:
+            raise UserWarning(f"{found}. {corpus.source.remark}")
+        if corpus.unknown > WARNED_UNKNOWN:
+            share = f"{corpus.unknown:.0%} of it is unknown to the tokenizer"
+            raise UserWarning(f"{found}. {share}: look at tokenizer.path")
         return found
 
     def step(self) -> str:
@@ -244,7 +245,7 @@ class RankChecks:
         losses, times = [], []
         with ExitStack() as kept:
             scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
-            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, planned_memory, scratch)
+            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, scratch)
             rows = cfg.micro_batch(ranks.world_size)
             few = min(2, cfg.train.global_batch // ranks.world_size // rows)
             short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))

@@ -6,7 +6,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     vocabulary        size; assumed (true if the tokenizer will decide it)
     parameters        total; trainable; folded (of the model that is deployed)
     flops_per_token   forward and backward, see ``flops_per_token``; flops_total for all steps
-    memory            bytes on one GPU, of eager code, see ``memory.Memory``; total is the peak
+    memory            bytes on one GPU, of eager code, see ``models.memory``; total is the peak
     disk              checkpoint: its bytes; all ranks together pin as many of host memory to write it.
                       run: the most bytes on the disk at a time, while a checkpoint is being written
     batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own, and micro_batch
@@ -27,7 +27,6 @@ from functools import partial
 import pandas as pd
 import torch
 
-from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.analysis.tables import printed, published, recipe
 from dlr_pretrain.config import Config
@@ -35,8 +34,9 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
 from dlr_pretrain.models.llama import build
+from dlr_pretrain.models.memory import memory
 from dlr_pretrain.models.residual import strengths
-from dlr_pretrain.optim.build import checkpoint_bytes
+from dlr_pretrain.optim.build import checkpoint_bytes, state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 
@@ -62,7 +62,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "parameters": parameters(cfg, vocab_size),
         "flops_per_token": flops,
         "flops_total": flops * tokens,
-        "memory": asdict(memory_of(cfg, vocab_size, ranks)),
+        "memory": asdict(memory(cfg, vocab_size, ranks, state_bytes)),
         "disk": disk_bytes(cfg, vocab_size),
         "batch": {
             "ranks": ranks,

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ class Snapshot:
     state: dict[str, Any]  # JSON
 
 
-class Piece(NamedTuple):
+class TensorRows(NamedTuple):
     """Some rows of a tensor, or all of it."""
 
     tensor: Tensor
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 # Writing
 
 
-def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
+def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, TensorRows]:
     """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes."""
     tensors = {f"model/{name}": tensor.detach() for name, tensor in snapshot.model.items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in snapshot.optimizer.items()}
@@ -75,12 +75,12 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
         if sharded.is_sharded(tensor):
             first, end = sharded.span(tensor)
             if first < end:
-                pieces[name] = Piece(sharded.local_rows(tensor), first, tensor.shape[0])
+                pieces[name] = TensorRows(sharded.local_rows(tensor), first, tensor.shape[0])
         else:
             writer = loads.index(min(loads))
             loads[writer] += tensor.nbytes
             if writer == rank:
-                pieces[name] = Piece(tensor)
+                pieces[name] = TensorRows(tensor)
     return pieces
 
 
@@ -93,8 +93,10 @@ def begin(root: Path, name: str) -> Path:
     return made
 
 
-def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:
-    """Write ``pieces`` (CPU tensors) durably; returns the entry of the file in ``checkpoint.json``."""
+def write_part(
+    folder: Path, rank: int, world_size: int, pieces: Mapping[str, TensorRows]
+) -> tuple[str, dict[str, Any]]:
+    """Write ``pieces`` (CPU tensors) durably; returns the file's name and its entry in ``checkpoint.json``."""
     path = folder / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     try:
         save_file({name: piece.tensor.contiguous() for name, piece in pieces.items()}, path)
@@ -103,13 +105,13 @@ def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Pi
     path.chmod(0o644)  # the library makes it private
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
-    return {path.name: {"sha256": _sha256(path), "rows": rows}}
+    return path.name, {"sha256": _sha256(path), "rows": rows}
 
 
-def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
-    """Make the parts in ``folder`` the checkpoint of ``step``, durably; delete those that ``keep`` does not keep."""
-    root, final = folder.parent, folder.parent / name_of(step)
-    content = {"format": FORMAT, "state": state, "files": parts}
+def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
+    """Make ``parts`` and ``state`` a checkpoint, durably; delete those that ``keep`` does not keep."""
+    root, final = folder.parent, folder.parent / name_of(state["step"])
+    content = {"format": FORMAT, "state": state, "files": dict(parts)}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
     hidden = [_hide(final)] if final.exists() else []  # another start wrote it, which then lost the run to this one
     os.rename(folder, final)
@@ -132,11 +134,11 @@ def _hide(directory: Path) -> Path:
 # Reading
 
 
-class Stored:
+class StoredTensor:
     """A tensor in a checkpoint, read from the disk on demand, from every part that holds some of its rows."""
 
     def __init__(self, pieces: list[tuple[int, Any]], rows: int | None, ranks: Ranks | None):
-        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``Piece``.
+        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``TensorRows``.
 
         With ``ranks``, rank 0 reads the whole tensor and the others receive it.
         """
@@ -173,8 +175,8 @@ class Checkpoint:
     """A checkpoint on disk."""
 
     path: Path
-    model: dict[str, Stored]
-    optimizer: dict[str, Stored]
+    model: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor]
     state: dict[str, Any]
     sha256: str
 
@@ -189,7 +191,7 @@ class Checkpoint:
 
 
 def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
-    """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``Stored``."""
+    """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``StoredTensor``."""
     content = json.loads((directory / CONTENT).read_text())
     pieces: dict[str, list[tuple[int, Any]]] = {}
     counts: dict[str, int | None] = {}
@@ -199,9 +201,9 @@ def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
             first, counts[name] = entry["rows"].get(name, (0, None))
             pieces.setdefault(name, []).append((first, file.get_slice(name)))
 
-    def group(prefix: str) -> dict[str, Stored]:
+    def group(prefix: str) -> dict[str, StoredTensor]:
         names = (name for name in pieces if name.startswith(prefix))
-        return {name.removeprefix(prefix): Stored(pieces[name], counts[name], ranks) for name in names}
+        return {name.removeprefix(prefix): StoredTensor(pieces[name], counts[name], ranks) for name in names}
 
     return Checkpoint(directory, group("model/"), group("optimizer/"), content["state"], content["sha256"])
 

@@ -13,9 +13,9 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import keys_of
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.train.corpus import FEW_TOKENS, WARNED_UNKNOWN, Corpus
+from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.record import describe_device
-from dlr_pretrain.train.text import FEW_TOKENS, MUCH_UNKNOWN, Text
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
@@ -84,7 +84,7 @@ class Console:
             self._line_open = False
 
 
-def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, model: Llama) -> dict[str, str]:
+def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model: Llama) -> dict[str, str]:
     """What a run will train: label and text of each row."""
     own = keys_of(type(cfg.backbone))
     t, world, micro = cfg.train, ranks.world_size, cfg.micro_batch(ranks.world_size)
@@ -97,28 +97,28 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, model: Llama) 
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
     every = cfg.optimizer.restart_every or cfg.backbone.merge_every
     anew = f", anew every {plural(every, 'step')}" if every else ""
-    vocabulary, validation = model.model.embed_tokens.num_embeddings, text.validation
+    vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
     table = {
         "run": str(run_dir),
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({options})' if options else ''}, {dlr}",
         "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}; "
-        f"vocabulary {vocabulary:,}{', padded' if vocabulary > text.tokenizer.vocab_size else ''}",
-        "data": f"{text.source.describe()}; "
-        f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
-        "training": text.source.contents.get("training", ""),
+        f"vocabulary {vocabulary:,}{', padded' if vocabulary > corpus.tokenizer.vocab_size else ''}",
+        "data": f"{corpus.source.describe()}; "
+        f"tokenizer with a vocabulary of {corpus.tokenizer.vocab_size:,}; {cfg.data.packing}",
+        "training": corpus.source.contents.get("training", ""),
         "validation": f"{plural(len(validation.tokens), 'sequence')}, {validation.real_tokens:,} tokens, "
-        f"{cfg.eval.packing}, of {text.source.contents.get('validation', 'the shards for it')}",
-        "left out": text.source.contents.get("left out", ""),
+        f"{cfg.eval.packing}, of {corpus.source.contents.get('validation', 'the shards for it')}",
+        "left out": corpus.source.contents.get("left out", ""),
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{anew}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
     }
-    if text.source.remark:
-        table["note"] = text.source.remark
-    if text.unknown > MUCH_UNKNOWN:
-        table["warning"] = f"the tokenizer reads {text.unknown:.1%} of the tokens as its one unknown token"
+    if corpus.source.remark:
+        table["note"] = corpus.source.remark
+    if corpus.unknown > WARNED_UNKNOWN:
+        table["warning"] = f"the tokenizer reads {corpus.unknown:.1%} of the tokens as its one unknown token"
     elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):
         table["warning"] = "too little validation text to compare models: see data.held_out and eval.packing"
     return {label: said for label, said in table.items() if said}

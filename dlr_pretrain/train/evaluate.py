@@ -9,7 +9,7 @@ import torch
 
 from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.train.parallel import release_
+from dlr_pretrain.train.parallel import is_fsdp
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 from dlr_pretrain.util.text import perplexity
@@ -58,7 +58,8 @@ class Evaluator:
             sequences, ends = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(sequences, ends, self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
-        release_(model)
+        if is_fsdp(model):  # FSDP's root would keep its gathered weights until a backward pass
+            model.reshard()  # type: ignore[operator]  # of FSDPModule
         return total
 
 

@@ -26,7 +26,8 @@ from dlr_pretrain.data import Batch, Tokenizer, TrainLoader
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.state import TrainState
+from dlr_pretrain.train.state import Skipped, TrainState
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
@@ -42,16 +43,13 @@ class Guard:
 
     cfg: Config
     ranks: Ranks
+    stop: StopRequest
     saver: Saver
     console: Console
     tokenizer: Tokenizer | None
     error: UserError | None = None  # why this rank must end the run
     ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of an update that ends the run, not applied
     stop_requested: bool = False  # whether any rank was; the same on all
-    # Updates that were left out because their loss or gradient was not finite
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    last_skipped: int = 0  # the step of the last
 
     def fail(self, error: UserError) -> None:
         """Note why this rank must end the run; the first reason counts."""
@@ -73,26 +71,24 @@ class Guard:
     def _take(self, loader: TrainLoader) -> Batch:
         """The loader's next batch. An error becomes a UserError, because the state is sound and can be saved."""
         try:
-            return loader.take(lambda: self.ranks.stop_requested, self.ranks.heartbeat.data_timeout)
+            return loader.take(lambda: self.stop.asked, self.ranks.heartbeat.data_timeout)
         except (UserError, MemoryError):
             raise
         except Exception as error:  # from a library or the system
             traceback.print_exc()
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
-    def see(self, step: int, outcome: Outcome[float], batch: Batch) -> bool:
-        """Take in the outcome of an update; returns whether the run goes on from it."""
+    def see(self, state: TrainState, step: int, outcome: Outcome[float], batch: Batch) -> bool:
+        """Take in the outcome of an update, and count it if it was skipped; returns whether the run goes on from it."""
         self.stop_requested = self.stop_requested or outcome.stops > 0
         skip = self.cfg.train.on_nonfinite == "skip"
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.norm)
         if not finite and not (outcome.ends and skip):  # that one was skipped because a rank has failed
             self._keep_batch(step, outcome, batch)
             if skip:
-                self.skipped += 1
-                self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
-                self.last_skipped = step
+                state.skipped = state.skipped.and_step(step)
                 self.console.say(f"warning: step {step}: {_describe(outcome)}: left out, see {self.folder}")
-                self._fail_if_too_many_skipped()
+                self._fail_if_too_many(state.skipped)
         if outcome.ends:
             self.ended_by = (step, outcome)
         return self.ended_by is None
@@ -120,9 +116,9 @@ class Guard:
     def folder(self) -> Path:
         return self.saver.run_dir / "nonfinite"
 
-    def _fail_if_too_many_skipped(self) -> None:
-        if self.skipped_in_a_row > self.cfg.train.max_skipped:
-            rule = f"the last {self.skipped_in_a_row} updates were not finite"
+    def _fail_if_too_many(self, skipped: Skipped) -> None:
+        if skipped.in_a_row > self.cfg.train.max_skipped:
+            rule = f"the last {skipped.in_a_row} updates were not finite"
             self.fail(Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}"))
 
     def stops_after(self, step: int) -> bool:
@@ -181,14 +177,10 @@ class Guard:
         for error in filter(None, self.ranks.gather(self.error)):
             raise error
 
-    def counts(self) -> list[int]:
-        """The part of the run's state that is counted here."""
-        return [self.skipped, self.skipped_in_a_row, self.last_skipped]
-
     def resume(self, state: TrainState) -> None:
-        self.skipped, self.skipped_in_a_row, self.last_skipped = state.skipped
-        if state.step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the run
-            self._fail_if_too_many_skipped()
+        """Fail as the run did that has left ``state``, if no update is left to end this one."""
+        if state.step == state.skipped.last == self.cfg.train.steps:
+            self._fail_if_too_many(state.skipped)
 
 
 @torch.no_grad()

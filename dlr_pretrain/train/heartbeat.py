@@ -18,17 +18,15 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_line
 from dlr_pretrain.util.files import EXPIRY, read_beat
 
-T = TypeVar("T")
 INTERVAL = 5.0  # seconds between two heartbeats, at most
 BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
 MOST_NAMED = 4  # ranks that a message names, at most
@@ -152,11 +150,9 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self.step = step
         self.ticks += 1
 
-    def __call__(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield ``items``, such as the micro-batches of a step, and count each as a sign of progress."""
-        for item in items:
-            self.ticks += 1
-            yield item
+    def tick(self) -> None:
+        """Count a sign of progress, such as a micro-batch."""
+        self.ticks += 1
 
     @property
     def data_timeout(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,11 +18,11 @@ from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
+from dlr_pretrain.train.metrics import Meter, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.state import TrainState, load, saved_tensors
-from dlr_pretrain.train.update import Outcome, Update, trial
+from dlr_pretrain.train.state import Skipped, TrainState, load_tensors, saved_tensors
+from dlr_pretrain.train.update import Outcome, Update
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
 
@@ -39,29 +39,24 @@ def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
     return profile(schedule=steps, on_trace_ready=write_if_possible)
 
 
+@dataclass
 class Loop:
-    """Trains the model of ``update`` from ``state`` to the last step.
+    """Trains the model of ``update`` from ``state`` to the last step."""
 
-    ``sinks`` take the record of each step, on rank 0 only.
-    """
+    cfg: Config
+    ranks: Ranks
+    update: Update
+    evaluator: Evaluate
+    sinks: Sequence[Callable[[dict], None]]  # of the record of each step, on rank 0 only
+    saver: Saver
+    guard: Guard
+    console: Console
+    state: TrainState = field(default_factory=TrainState)
 
-    def __init__(
-        self,
-        cfg: Config,
-        ranks: Ranks,
-        update: Update,
-        evaluator: Evaluate,
-        sinks: Sequence[Callable[[dict], None]],
-        saver: Saver,
-        guard: Guard,
-        console: Console,
-    ):
-        self.cfg, self.ranks, self.update, self.evaluator = cfg, ranks, update, evaluator
-        self.sinks, self.saver, self.guard, self.console = sinks, saver, guard, console
-        self.profiler = profiler(cfg, saver.run_dir, ranks) if cfg.profile.enabled else None
-        self.meter = Meter(cfg, ranks, update.model, update.micro_batch)
-        self.pending = Pending(ranks.device)
-        self.state = TrainState()
+    def __post_init__(self) -> None:
+        self.profiler = profiler(self.cfg, self.saver.run_dir, self.ranks) if self.cfg.profile.enabled else None
+        self.meter = Meter(self.cfg, self.ranks, self.update.model, self.update.micro_batch)
+        self.pending = Pending(self.ranks.device)
 
     def fit(self, loader: TrainLoader) -> None:
         """Train to the last step. ``guard`` raises whatever ends the run before it."""
@@ -71,7 +66,8 @@ class Loop:
             self.update.warm_up()
         while state.step < cfg.train.steps:
             batch = guard.next_batch(loader)
-            outcome = self.update(batch, state.step, rate(cfg, state.step), failed=guard.error is not None)
+            failed, stop = guard.error is not None, guard.stop.asked
+            outcome = self.update(batch, state.step, rate(cfg, state.step), failed, stop)
             state.step += 1
             self.push(outcome, batch)
 
@@ -105,12 +101,12 @@ class Loop:
         """
         state = self.state
         for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.stops_after(state.step)):
-            if not self.guard.see(step, outcome, batch):
+            if not self.guard.see(state, step, outcome, batch):
                 break
             state.streams = batch.state
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
-            record: dict = {"step": step, "train/skipped": self.guard.skipped}
+            record: dict = {"step": step, "train/skipped": state.skipped.total}
             record |= {"train/tokens": state.tokens, "train/real_tokens": state.real_tokens}
             record |= self.meter.record(step, outcome)
             if evaluates and step == state.step:
@@ -140,26 +136,18 @@ class Loop:
         streams: dict[str, list[int]] = {}
         for own in self.ranks.gather(self.state.streams):
             streams |= own
-        state = replace(self.state, streams=streams, skipped=self.guard.counts())
+        state = replace(self.state, streams=streams)
         model, optimizer = self.update.model, self.update.optimizer
         with optimizer.taken_out() as values:
             tensors = saved_tensors(model, values)
             self.guard.require_sound(self.state.step, tensors)
-            self.saver.save(state.step, Snapshot(tensors, optimizer.state_tensors(), asdict(state)), final)
+            self.saver.save(Snapshot(tensors, optimizer.state_tensors(), asdict(state)), final)
 
     def resume(self, found: Checkpoint) -> None:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
-        load(self.update.model, self.update.optimizer, found.model)
+        load_tensors(self.update.model, self.update.optimizer, found.model)
         self.update.optimizer.load_state_tensors(found.optimizer)
         self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})
+        self.state.skipped = Skipped(*self.state.skipped)
         self.guard.resume(self.state)
         found.close()
-
-
-def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
-    """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
-    console = Console(cfg, enabled=False)
-    saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
-    guard, update = Guard(cfg, ranks, saver, console, None), trial(cfg, ranks, vocab_size)
-    sinks = [metrics.write] if metrics is not None else []
-    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, sinks, saver, guard, console)

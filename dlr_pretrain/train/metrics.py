@@ -20,6 +20,7 @@ from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
+from dlr_pretrain.train.device import peak_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util.files import read_metrics, write_durably
@@ -35,12 +36,12 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
-        write_durably(path, "".join(_line(record) for record in kept))
+        write_durably(path, "".join(_json_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
         """Append a line. If the disk does not take it now, it stays in ``unwritten``, and the next call tries again."""
-        self._append(_line(record).encode())
+        self._append(_json_line(record).encode())
 
     def _append(self, more: bytes = b"") -> None:
         with self._mutex:
@@ -63,7 +64,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self.file.close()
 
 
-def _line(record: dict) -> str:
+def _json_line(record: dict) -> str:
     finite = {name: finite_or_none(v) if isinstance(v, float) else v for name, v in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 
@@ -127,7 +128,7 @@ class Meter:
             "train/grad_norm": finite_or_none(outcome.norm),
             "perf/tokens_per_second": speed,
             "perf/mfu": speed / self.peak if speed and self.peak else None,
-            "perf/max_memory_gb": self.ranks.peak_memory() / 1e9,
+            "perf/max_memory_gb": peak_memory(self.ranks.device) / 1e9,
             "time": time.time(),
         }
 

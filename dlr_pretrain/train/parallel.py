@@ -47,7 +47,7 @@ def shard_(model: Llama, precision: str) -> None:
         shards.set_force_sum_reduction_for_comms(True)
 
 
-def is_sharded(model: Llama) -> bool:
+def is_fsdp(model: Llama) -> bool:
     return hasattr(model, "reshard")  # as an FSDPModule; its parameters are whole while it computes
 
 
@@ -56,7 +56,7 @@ def replicated(model: Llama, world_size: int) -> Any:
 
     DDP sums them in buckets, during the last backward pass of a step.
     """
-    if world_size == 1 or is_sharded(model):
+    if world_size == 1 or is_fsdp(model):
         return model
     buffers = [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
@@ -92,12 +92,6 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return torch.sqrt(square + global_norm(whole).square() if whole else square)
 
 
-def release_(model: Llama) -> None:
-    """After an evaluation: FSDP's root would keep its gathered weights until a backward pass."""
-    if is_sharded(model):
-        model.reshard()  # type: ignore[operator]  # of FSDPModule
-
-
 def compile_(cfg: Config, model: Llama, world_size: int) -> None:
     """Compile ``model`` in place: on one GPU as one graph, up to 350m, and otherwise block by block.
 
@@ -105,7 +99,8 @@ def compile_(cfg: Config, model: Llama, world_size: int) -> None:
     Activation checkpointing recomputes block by block.
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
-    alone = world_size == 1 and not is_sharded(model) and model.lm_head.weight.is_cuda
+    torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
+    alone = world_size == 1 and not is_fsdp(model) and model.lm_head.weight.is_cuda
     small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
     # Without CUDA graphs, whose replays overwrite gradients that the sum over micro-batches still needs
     mode = "max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import socket
@@ -23,10 +22,10 @@ import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.problems import redact
 from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
+from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
-from dlr_pretrain.util.text import plural
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip
@@ -131,9 +130,3 @@ def git_state() -> str | None:
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {os.cpu_count()} cores, {plural(torch.get_num_threads(), 'thread')}"

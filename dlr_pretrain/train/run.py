@@ -1,4 +1,4 @@
-"""A whole run, from a configuration to a folded checkpoint and a report; it resumes from the newest checkpoint."""
+"""A whole run, from a configuration to a folded checkpoint; it resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,43 +18,47 @@ from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, expor
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.optim.build import Optimizer, checkpoint_bytes
-from dlr_pretrain.train.console import Console, duration, summary
+from dlr_pretrain.train.console import Console, describe_run, duration
+from dlr_pretrain.train.corpus import Corpus, open_corpus
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.micro_batch import explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_tensors
-from dlr_pretrain.train.text import Text, open_text
-from dlr_pretrain.train.update import PlannedMemory, Update, explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.stop import StopRequest
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
-from dlr_pretrain.util.errors import Diverged, Stopped
+from dlr_pretrain.util.errors import Diverged
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import loading
 
-Report = Callable[[Path], None]  # writes the report of a run directory into it
 
-
-def run(cfg: Config, report: Report = lambda _: None, planned: PlannedMemory | None = None) -> None:
+def run(cfg: Config) -> bool:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned`` is the
-    plan's estimate of memory, for ``train.micro_batch=auto``.
-    Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
+    Returns whether it has trained or folded: False if the run was complete already. Raises Stopped if the run was asked
+    to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
-    with Heartbeat(cfg) as heartbeat, recorded_end(run_dir, heartbeat), Ranks(cfg, heartbeat) as ranks:
+    with (
+        Heartbeat(cfg) as heartbeat,
+        recorded_end(run_dir, heartbeat),
+        Ranks(cfg, heartbeat) as ranks,
+        StopRequest(ranks) as stop,
+    ):
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
-        text = open_text(cfg, run_dir, ranks, console.say)
-        ranks.require_equal(text.fingerprints)
-        ranks.stop_if_asked("before the first step")
+        corpus = open_corpus(cfg, run_dir, ranks, console.say)
+        ranks.require_equal(corpus.fingerprints)
+        stop.raise_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
-        Run(cfg, run_dir, ranks, console, text, report, planned).complete()
+        return Run(cfg, run_dir, ranks, stop, console, corpus).complete()
 
 
 @dataclass
@@ -64,69 +68,53 @@ class Run:
     cfg: Config
     dir: Path
     ranks: Ranks
+    stop: StopRequest
     console: Console
-    text: Text
-    report: Report
-    planned: PlannedMemory | None
+    corpus: Corpus
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # of records: metrics, W&B; on rank 0 only
 
-    def complete(self) -> None:
-        """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
-        self.open_record()
-        start = find_start(self.cfg, self.dir, self.ranks, self.text.vocab_size, self.console.say)
-        if start.saved == self.cfg.train.steps and self.ranks.on_main((self.dir / "folded" / "README.md").exists):
-            return self.say_complete()
-        self.use_device()
-        with explain_out_of_memory(self.cfg, self.ranks):
-            fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
-            model = new_model(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
-            optimizer = new_optimizer(self.cfg, model)
-            self.summarize(model, start)
+    def complete(self) -> bool:
+        """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used.
+
+        Returns False if there is nothing to do.
+        """
+        cfg, ranks, console, corpus = self.cfg, self.ranks, self.console, self.corpus
+        ranks.on_main(self.open_record)
+        start = find_start(cfg, self.dir, ranks, corpus.vocab_size, console.say)
+        if start.saved == cfg.train.steps and ranks.on_main((self.dir / "folded" / "README.md").exists):
+            console.say(f"{self.dir} is complete.")
+            self.say_how_to_load()
+            return False
+
+        ranks.use_device()
+        if (ranks.device.type, cfg.device) == ("cpu", "auto") and cfg.scale.name != "tiny":
+            console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
+        read = corpus.source.describe(), corpus.source.contents
+        ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
+        self.cfg = cfg = resolve_micro_batch(cfg, ranks, corpus.vocab_size, self.dir)
+        with explain_out_of_memory(cfg, ranks):
+            model = new_model(cfg, ranks, corpus.vocab_size, start.folder, initialize=start.checkpoint is None)
+            optimizer = new_optimizer(cfg, model)
+            trained = parameter_counts(cfg, model)["trainable"]
+            flops = flops_per_token(cfg, corpus.vocab_size, cfg.micro_batch(ranks.world_size))
+            ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
+            console.summary(describe_run(cfg, self.dir, ranks, corpus, model) | start.summary())
             self.train(model, optimizer, start)
         self.fold(model, optimizer)
+        return True
 
     def open_record(self) -> None:
-        """Write down what this run is. Raises UserError if the directory holds another run."""
-        text = self.text
-
-        def write() -> None:
-            self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
-            open_record(self.dir, self.cfg, text.fingerprints)
-            update_record(self.dir, {"data.version": text.source.version})
-            text.tokenizer.save(self.dir / "tokenizer")
-
-        self.ranks.on_main(write)
-
-    def say_complete(self) -> None:
-        if not self.ranks.on_main((self.dir / "report.md").exists):  # killed between export and report
-            self.ranks.on_main(self.write_report)
-        self.console.say(f"{self.dir} is complete.")
-        self.say_how_to_load()
-
-    def use_device(self) -> None:
-        """Use the device for the first time, and note this start."""
-        ranks = self.ranks
-        ranks.use_device()
-        if (ranks.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
-            self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
-        source = self.text.source
-        ranks.on_main(
-            lambda: record_start(self.dir, ranks.world_size, ranks.device, source.describe(), source.contents)
-        )
-        self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.planned, self.dir)
-
-    def summarize(self, model: Llama, start: Start) -> None:
-        """Show on the console what will be trained."""
-        trained = parameter_counts(self.cfg, model)["trainable"]
-        flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
-        self.ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, model) | start.summary())
+        """On rank 0: write down what this run is. Raises UserError if the directory holds another run."""
+        self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
+        open_record(self.dir, self.cfg, self.corpus.fingerprints)
+        update_record(self.dir, {"data.version": self.corpus.source.version})
+        self.corpus.tokenizer.save(self.dir / "tokenizer")
 
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""
-        cfg, ranks, text, console, found = self.cfg, self.ranks, self.text, self.console, start.checkpoint
+        cfg, ranks, corpus, console, found = self.cfg, self.ranks, self.corpus, self.console, start.checkpoint
         with ExitStack() as opened:
             opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
@@ -135,14 +123,14 @@ class Run:
             tensors = saved_tensors(model, optimizer.values)
             saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
             update = Update(cfg, ranks, model, optimizer)
-            evaluator = Evaluator(text.validation, update.micro_batch, ranks)
-            guard = Guard(cfg, ranks, saver, console, text.tokenizer)
+            evaluator = Evaluator(corpus.validation, update.micro_batch, ranks)
+            guard = Guard(cfg, ranks, self.stop, saver, console, corpus.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
                 loop.resume(found)
             streams = loop.state.streams or None
-            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
+            loader = TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, streams)
             opened.enter_context(closing(loader))
             loop.fit(loader)
 
@@ -154,35 +142,24 @@ class Run:
             self.sinks.append(opened.enter_context(view).log)
 
     def fold(self, model: Llama, optimizer: Optimizer) -> None:
-        """Write the folded checkpoint and the report."""
-        self.ranks.finishing()
+        """Write the folded checkpoint."""
+        self.stop.finishing()
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
-        checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))
-        self.ranks.on_main(self.write_report)
+        checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.corpus))
         self.console.summary({"folded": checked, "finished": f"in {duration(time.time() - self.started)}"})
         self.say_how_to_load()
 
-    def write_report(self) -> None:
-        """Write the report of a run that has trained. If that fails, one line says so, and the run is complete."""
-        try:
-            self.report(self.dir)
-        except Stopped:
-            raise
-        except Exception as error:
-            fix = f"Try python scripts/report.py {self.dir} --output DIR"
-            self.console.say(f"warning: no report, {type(error).__name__}: {error}. {fix}")
-
     def say_how_to_load(self) -> None:
         """Say where the result is and how to load it."""
-        folded, report = self.dir / "folded", self.dir / "report.md"
+        folded = self.dir / "folded"
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
         if not (folded / "config.json").exists():  # of a backbone of one's own
             code = "    transformers has no layer for it: see docs/extending.md, and fold a checkpoint again"
-        self.console.say((f"report      {report}\n" if report.exists() else "") + f"export      {folded}\n\n{code}")
+        self.console.say(f"export      {folded}\n\n{code}")
 
 
-def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], text: Text) -> str:
+def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], corpus: Corpus) -> str:
     """Write ``<run>/folded`` from the folded ``tensors``, by their exported names; returns how it was checked.
 
     Raises UserError if the export is not what was trained; it then stays in ``<run>/.folded.partial``. Raises Diverged,
@@ -194,7 +171,7 @@ def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], text: Text) -
             f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
             f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
         )
-    ids = torch.from_numpy(text.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
+    ids = torch.from_numpy(corpus.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)
-    record["unknown tokens of the text"] = f"{text.unknown:.2%}"
+    record["unknown tokens of the text"] = f"{corpus.unknown:.2%}"
     return export(run_dir / "folded", cfg, tensors, run_dir / "tokenizer", record, ids)

@@ -17,7 +17,7 @@ import torch
 from dlr_pretrain.config import tree
 from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Piece, Snapshot
+from dlr_pretrain.train.checkpoint import Snapshot, TensorRows
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
@@ -77,14 +77,14 @@ class Saver(AbstractContextManager["Saver"]):
             finally:
                 self._discard(folder)
 
-    def save(self, step: int, snapshot: Snapshot, final: bool = False) -> None:
+    def save(self, snapshot: Snapshot, final: bool = False) -> None:
         """Start to save ``snapshot``, which may be overwritten when this returns; waits for the previous save first.
 
         With ``final``, returns when the checkpoint is durable. Raises as ``wait`` does.
         """
         self.wait()
         pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
-        self._thread = threading.Thread(target=self._write, args=(step, pieces, copied, snapshot.state), daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(pieces, copied, snapshot.state), daemon=True)
         self._thread.start()
         if final:
             self.wait()
@@ -105,7 +105,7 @@ class Saver(AbstractContextManager["Saver"]):
         if self.error is not None:
             raise self.error
 
-    def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
+    def _to_host(self, pieces: dict[str, TensorRows]) -> tuple[dict[str, TensorRows], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host.
 
         They share one buffer, which is kept, because new memory is slow, and torch rounds each piece of pinned memory
@@ -126,10 +126,8 @@ class Saver(AbstractContextManager["Saver"]):
         copied.record()
         return copies, copied
 
-    def _write(
-        self, step: int, pieces: dict[str, Piece], copied: torch.cuda.Event | None, state: dict[str, Any]
-    ) -> None:
-        """In a thread of its own: write ``pieces`` as the checkpoint of ``step``, in ``TRIES`` attempts.
+    def _write(self, pieces: dict[str, TensorRows], copied: torch.cuda.Event | None, state: dict[str, Any]) -> None:
+        """In a thread of its own: write ``pieces`` and ``state`` as a checkpoint, in ``TRIES`` attempts.
 
         All ranks fail together, and say so once. Only a disk that refuses is tried again.
         """
@@ -141,26 +139,25 @@ class Saver(AbstractContextManager["Saver"]):
                 if attempt > 0:
                     time.sleep(PAUSE)
                 try:
-                    return self._attempt(step, pieces, state)
+                    return self._attempt(pieces, state)
                 except _Unwritten as error:
-                    failed = f"checkpoint of step {step} could not be written: {error}. Free space"
+                    failed = f"checkpoint of step {state['step']} could not be written: {error}. Free space"
                 if attempt == 0:
                     self.console.say(f"warning: {failed}: it is tried for another {(TRIES - 1) * PAUSE:.0f} s")
             self.error = UserError(f"{failed}; the same command resumes")
         except Exception as error:
             self.error = error
 
-    def _attempt(self, step: int, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
-        rank, size = self.ranks.rank, self.ranks.world_size
+    def _attempt(self, pieces: dict[str, TensorRows], state: dict[str, Any]) -> None:
+        rank, size, step = self.ranks.rank, self.ranks.world_size, state["step"]
 
         def commit() -> None:
             if self.metrics is not None:
                 self.metrics.sync()
-            files = {name: entry for part in parts for name, entry in part.items()}
             identity = read_record(self.run_dir).get("identity", {})
             if self.metrics is not None and not identity:
                 raise UserError(f"{self.run_dir}: its {MANIFEST} is gone. Was the folder deleted or moved?")
-            checkpoint.commit(folder, step, files, state | {"identity": identity}, self.keep)
+            checkpoint.commit(folder, parts, state | {"identity": identity}, self.keep)
             update_record(self.run_dir, {"saved": step})
 
         folder = self._on_main(lambda: checkpoint.begin(self.root, checkpoint.name_of(step)))

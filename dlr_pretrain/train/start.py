@@ -57,7 +57,7 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
 
     All ranks must call.
     """
-    if (path := ranks.on_main(lambda: newest(run_dir, say))) is not None:
+    if (path := ranks.on_main(lambda: newest_checkpoint(run_dir, say))) is not None:
         found = checkpoint.load(path, ranks)
         if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
             fix = "Move it away, or start a new run from it with run.start_from"
@@ -68,7 +68,7 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
     return Start()
 
 
-def newest(run_dir: Path, say: Say) -> Path | None:
+def newest_checkpoint(run_dir: Path, say: Say) -> Path | None:
     """The newest valid checkpoint of a run; newer ones, which are damaged, get another name, and ``say`` a warning.
 
     The checkpoint that was saved last may appear late on a network file system; it is waited for, up to

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,22 @@ from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import Residuals, add_, entries
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.optim.build import build as build_optimizer
-from dlr_pretrain.train.checkpoint import Stored
-from dlr_pretrain.train.parallel import is_sharded, shard_
+from dlr_pretrain.train.checkpoint import StoredTensor
+from dlr_pretrain.train.parallel import is_fsdp, shard_
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
+
+
+class Skipped(NamedTuple):
+    """The updates that were left out because their loss or gradient was not finite."""
+
+    total: int = 0
+    in_a_row: int = 0  # up to the last
+    last: int = 0  # its step
+
+    def and_step(self, step: int) -> Skipped:
+        return Skipped(self.total + 1, self.in_a_row + 1 if self.last == step - 1 else 1, step)
 
 
 @dataclass
@@ -44,7 +56,7 @@ class TrainState:
     tokens: int = 0  # positions so far, padding included
     real_tokens: int = 0
     streams: dict[str, list[int]] = field(default_factory=dict)  # the position in the data, none before the first batch
-    skipped: list[int] = field(default_factory=lambda: [0, 0, 0])  # see ``Guard``
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 def new_model(
@@ -72,7 +84,7 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
     """The optimizer of ``model``, which is given in the dtype of the state, and has its working weights afterwards."""
     precision, dlr = cfg.precision.name, cfg.dlr
     values = None
-    if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_sharded(model):
+    if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_fsdp(model):
         values = _masters_(model, WORKING_DTYPE[precision])
     working = dict(model.named_parameters())
     compiled = bool(cfg.compile)
@@ -105,7 +117,7 @@ def saved_tensors(model: Llama, values: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def load(model: Llama, optimizer: Optimizer, tensors: Mapping[str, Stored]) -> None:
+def load_tensors(model: Llama, optimizer: Optimizer, tensors: Mapping[str, StoredTensor]) -> None:
     """Load the tensors of a checkpoint of this model."""
     with optimizer.taken_out() as values:
         for name, value in saved_tensors(model, values).items():
@@ -119,7 +131,7 @@ def folded(cfg: Config, model: Llama, optimizer: Optimizer, keep: bool) -> dict[
     They are the working weights, or under ``bf16_mixed`` the fp32 masters with their residuals, of which the working
     weights are the rounded values. All ranks must call. Raises RuntimeError if they differ by any bit.
     """
-    if not (keep or is_sharded(model)):
+    if not (keep or is_fsdp(model)):
         return {}
     working = dict(model.named_parameters())
     tensors = {name: optimizer.values[name] for name in working}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -13,22 +11,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, relora
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.state import new_model, new_optimizer
-from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.tensors import IGNORE
 
 MATRICES = 7200.0  # seconds that an update of matrices may take: GaLore decomposes all gradients of 7b in one
-USABLE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
-# (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
-PlannedMemory = Callable[[Config, int, int], int]
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
 
 
@@ -55,7 +46,9 @@ class Update:
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
-    def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Outcome[Tensor]:
+    def __call__(
+        self, batch: Batch, index: int, lr: float, failed: bool = False, stop: bool = False
+    ) -> Outcome[Tensor]:
         """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
 
         With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read
@@ -63,11 +56,11 @@ class Update:
 
         An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
         update changes anything either. If this or another rank has ``failed``, this update and all later ones change
-        nothing. What is returned is still on the device.
+        nothing. ``stop`` says whether this rank was asked to stop. What is returned is still on the device.
         """
         to_device = self.ranks.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
-        counts = to_device(torch.tensor([0, batch.real_tokens, self.ranks.stop_requested, failed]))
+        counts = to_device(torch.tensor([0, batch.real_tokens, stop, failed]))
         counts[0] = (inputs[1] != IGNORE).sum()
         count, real_tokens, stops, failures = self.ranks.sum(counts)
 
@@ -83,7 +76,8 @@ class Update:
         masked. Micro-batches are summed in the gradients' own dtype: in bf16, 32 of them have an error of about 0.6%.
         """
         losses = []
-        for number, inputs in enumerate(self.ranks.heartbeat(micro_batches), 1):
+        for number, inputs in enumerate(micro_batches, 1):
+            self.ranks.heartbeat.tick()
             with parallel.summing(self.module, last=number == len(micro_batches)):
                 with record_function("forward"):
                     loss = self.module(*inputs) / count
@@ -147,69 +141,3 @@ class Update:
             nothing = inputs_and_targets(rows, rows[:, 0], 1 if self.cfg.data.mask_documents else None)
             self.forward_backward([nothing], torch.ones((), device=device))
             parallel.clear_gradients(self.module, self.parameters)
-
-
-def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:
-    """The updates of ``model`` (default: a new one), for checks and measurements without the data of a run."""
-    model = model or new_model(cfg, ranks, vocab_size)
-    return Update(cfg, ranks, model, new_optimizer(cfg, model))
-
-
-def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
-    """This rank's batch of random tokens."""
-    rows = cfg.train.global_batch // ranks.world_size
-    generator = torch.Generator().manual_seed(ranks.rank)
-    tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
-    lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
-    return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, 1 if cfg.data.mask_documents else None)  # any id
-
-
-def resolve_micro_batch(
-    cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory | None, run_dir: Path
-) -> Config:
-    """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has room. All must call.
-
-    The run's record keeps it for later starts on as many ranks, because another number would change the rounding of the
-    losses: they take it as long as it fits at all. Without a GPU, or without ``planned``, ``auto`` is ``null``. Raises
-    UserError if no sequence fits.
-    """
-    if cfg.train.micro_batch != "auto" or planned is None or ranks.device.type != "cuda":
-        return cfg
-    world = ranks.world_size
-    share = cfg.train.global_batch // world
-    kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
-    most = kept.get(str(world), share)
-    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE)
-
-    def fits(rows: int) -> bool:
-        return planned(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room
-
-    divisors = (rows for rows in range(most, 0, -1) if share % rows == 0)
-    rows, least = min(ranks.gather((next(filter(fits, divisors), 0), room)))
-    if rows == 0:
-        rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {least / 1e9:.1f} GB of a GPU"
-        fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
-        raise UserError(f"train.micro_batch=auto: {rule}. {fix}; nvidia-smi shows what else is on the GPU")
-    ranks.on_main(lambda: update_record(run_dir, {"micro_batch": kept | {str(world): rows}}))
-    return replace(cfg, train=replace(cfg.train, micro_batch=rows))
-
-
-@contextmanager
-def explain_out_of_memory(cfg: Config, ranks: Ranks) -> Iterator[None]:
-    """Turns an out-of-memory error of torch, numpy, cuBLAS or a new kernel into a UserError that says what helps.
-
-    A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        said = any(text in str(error) for text in ("out of memory", "ALLOC_FAILED", "can't allocate memory"))
-        if not said and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            raise
-        t, rows = cfg.train, cfg.micro_batch(ranks.world_size)
-        sizes = f"train.micro_batch={rows} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
-        fix = "The same command continues with a smaller train.micro_batch; see scripts/plan.py"
-        text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
-        if not ranks.is_main:
-            write_to_stderr(f"error: {text}")
-        raise UserError(text) from error

@@ -1,4 +1,4 @@
-"""How a process follows its launcher (it ends with it, and stops on request), and keeps memory that it has freed."""
+"""How a process follows its launcher: it ends with it, and stops on request."""
 
 from __future__ import annotations
 
@@ -84,18 +84,3 @@ def die_with_agent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != agent:  # the agent died before prctl took effect
             os._exit(1)
-
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-GIB = 1 << 30
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next allocations, except blocks of more than 1 GiB.
-
-    Each step on a CPU allocates and frees the same tensors. Without this call, most of them are given back to the
-    kernel and come again page by page. Other C libraries are left as they are, and glibc's that refuse such a bound.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
-        mallopt(M_TRIM_THRESHOLD, -1)

@@ -13,9 +13,9 @@ from benchmarks.__main__ import main
 from benchmarks.isolated import isolated
 from benchmarks.peers import as_batch, peer_ids
 from benchmarks.variants import Variant, fixed_batch, joined
-from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
+from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED
 from dlr_pretrain.util.tensors import IGNORE
@@ -156,4 +156,4 @@ WIDE = [  # layers, not the logits, take most of the memory
 def test_the_plan_tells_the_memory_of_an_eager_step(overrides):
     given = joined(WIDE, overrides)
     cfg = load(given)
-    assert isolated(given)["peak"] == pytest.approx(memory(cfg, cfg.planned_vocab_size, 1).total, rel=0.005)
+    assert isolated(given)["peak"] == pytest.approx(planned_memory(cfg, cfg.planned_vocab_size, 1), rel=0.005)

@@ -26,12 +26,12 @@ from torch._dynamo.utils import counters  # torch has no public count of graph b
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # nor of the bytes of a Triton kernel
 
 from benchmarks.protocol import warm_up_products
-from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_model
-from dlr_pretrain.train.update import random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
 
 TIMED = 10  # further updates, for host_ms
 STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes
@@ -90,7 +90,8 @@ def main(words: list[str]) -> dict:
             pending.push(STEADY + 1, update(batch, STEADY, 1e-3), batch)
             mark("end")
             torch.cuda.set_sync_debug_mode("default")
-        peak, planned = torch.cuda.max_memory_allocated() - workspaces, memory(cfg, vocab_size, ranks.world_size)
+        peak = torch.cuda.max_memory_allocated() - workspaces
+        planned = planned_memory(cfg, vocab_size, ranks.world_size)
         moved.stop()  # it would take a twentieth of the time
         seconds = []
         for index in range(STEADY + 1, STEADY + 1 + TIMED):
@@ -111,7 +112,7 @@ def main(words: list[str]) -> dict:
         **{kind: kinds[kind] for kind in LAUNCHES.values()},
         "triton_bytes": moved.total,
         "peak": peak,
-        "planned": planned.total,
+        "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),
         "recompiled": counters["stats"]["unique_graphs"] - graphs[0],
         "host_ms": 1e3 * min(seconds),

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.models import attach_dlr
+from dlr_pretrain.models.memory import memory
+from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import trial
+from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA
 from tests.conftest import on_ranks
@@ -105,7 +106,7 @@ def test_a_plan_counts_what_rank_0_holds(parallel, precision):
         checkpoint = sum(tensor.nbytes for tensor in whole_state(updates).values())
         if ranks.rank == 0:
             assert disk_bytes(cfg, VOCAB)["checkpoint"] == checkpoint
-            planned, residuals = memory(cfg, VOCAB, 2), optimizer.residuals
+            planned, residuals = memory(cfg, VOCAB, 2, state_bytes), optimizer.residuals
             weights = bytes_of([*optimizer.working.values(), *optimizer.values.values()])  # alphas are values, too
             assert planned.weights + planned.masters == weights + residuals.nbytes() - residuals.alpha.nbytes
             assert planned.optimizer_state == bytes_of(optimizer.state_tensors().values())

@@ -19,7 +19,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import trial
+from dlr_pretrain.train.trial import trial
 from tests.conftest import SMALL
 
 CURVES = Path(__file__).with_name("curves.json")

@@ -20,10 +20,11 @@ from dlr_pretrain.models.llama import attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.loop import Loop, trial_loop
+from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.parallel import clear_gradients
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_optimizer
+from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.golden.regenerate import VOCAB, batches
 from tests.parity.test_optim import assert_same_bits

@@ -13,16 +13,16 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.protocol import warm_up_products
-from dlr_pretrain.analysis import memory as plan
 from dlr_pretrain.cli import load
 from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.models import build
 from dlr_pretrain.models.residual import add_
+from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded
-from dlr_pretrain.train.update import random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
 from tests.conftest import ROOT, saved
 from tests.deploy.models import exported, of_kind, tokenizer_of
 from tests.golden.regenerate import VOCAB, batches
@@ -120,7 +120,7 @@ def test_7b_takes_what_the_plan_says(words, at_most):
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     assert peak < at_most
-    assert peak == pytest.approx(plan.memory(cfg, 32_000, 1).total, rel=0.05)
+    assert peak == pytest.approx(planned_memory(cfg, 32_000, 1), rel=0.05)
 
 
 def test_the_doctor_finds_this_machine_sound(tmp_path):

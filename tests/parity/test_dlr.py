@@ -18,7 +18,7 @@ from dlr_pretrain.models.residual import Residuals, columns_of, divisor_of, entr
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded, new_optimizer
-from dlr_pretrain.train.update import random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.tensors import ALPHA, STATE_DTYPE
 from tests.conftest import saved

@@ -20,7 +20,8 @@ from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.loro import Options as LoroOptions
 from dlr_pretrain.optim.loro import retract
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import MATRICES, random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
+from dlr_pretrain.train.update import MATRICES
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA
 from tests.parity.reference import VOCAB, small

@@ -16,7 +16,8 @@ from dlr_pretrain.data.order import permutation
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import Update, random_batch, trial
+from dlr_pretrain.train.trial import random_batch, trial
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import forked
@@ -74,8 +75,8 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     """As where equal gradients give unequal singular vectors on unequal GPUs."""
     update = Update.__call__
 
-    def drifting(self, batch, index, lr, failed):
-        values = update(self, batch, index, lr, failed)
+    def drifting(self, batch, index, lr, *asked):
+        values = update(self, batch, index, lr, *asked)
         if self.ranks.rank == 1 and index == 6:
             self.model.model.norm.weight.data[3] += 1e-6
         return values

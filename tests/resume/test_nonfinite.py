@@ -32,9 +32,9 @@ def poison(monkeypatch):
     """``poison(6, 7)`` makes the loss of these steps not finite; ``of="gradient"``: an entry of the gradient."""
     bad, at, update, backward, collect = {}, {}, Update.__call__, Update.forward_backward, Optimizer.collect
 
-    def counted(self, batch, index, lr, failed):
+    def counted(self, batch, index, lr, *asked):
         at["step"] = index + 1
-        return update(self, batch, index, lr, failed)
+        return update(self, batch, index, lr, *asked)
 
     def passed(self, micro_batches, count):
         return backward(self, micro_batches, count * (0.0 if bad.get(at.get("step")) == "loss" else 1.0))

@@ -11,9 +11,9 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.checkpoint import load as load_checkpoint
-from dlr_pretrain.train.loop import trial_loop
+from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.text import Text
+from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
@@ -93,8 +93,8 @@ def test_what_does_not_fit_or_holds_nothing_is_refused(train, words, tmp_path, o
         with pytest.raises(UserError, match=reason):
             train(tmp_path / "new", *choice, f"run.start_from={start}")
     with monkeypatch.context() as patched:
-        prints = Text.fingerprints.fget
-        patched.setattr(Text, "fingerprints", property(lambda text: prints(text) | {"tokenizer.pieces": "another"}))
+        prints = Corpus.fingerprints.fget
+        patched.setattr(Corpus, "fingerprints", property(lambda text: prints(text) | {"tokenizer.pieces": "another"}))
         with pytest.raises(UserError, match=r"another model .tokenizer.pieces: "):
             train(tmp_path / "new", *CHOICE, f"run.start_from={origin}")
     (last / "checkpoint.json").unlink()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.config import tree
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import CONTENT, Checkpoint, Piece, Snapshot, load, newest
+from dlr_pretrain.train.checkpoint import CONTENT, Checkpoint, Snapshot, TensorRows, load, newest
 from dlr_pretrain.util import files
 from dlr_pretrain.util.errors import UserError
 
@@ -27,10 +27,10 @@ def keeping(last: int, every: int | None = None) -> tree.Checkpoint:
 
 def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int = 1) -> Path:
     """What the threads of the ranks do, one after the other."""
-    given, folder, parts = given or snapshot(step), checkpoint.begin(root, checkpoint.name_of(step)), {}
+    given, folder, parts = given or snapshot(step), checkpoint.begin(root, checkpoint.name_of(step)), []
     for rank in range(ranks):
-        parts |= checkpoint.write_part(folder, rank, ranks, checkpoint.share(given, rank, ranks))
-    return checkpoint.commit(folder, step, parts, given.state, keep or keeping(2))
+        parts.append(checkpoint.write_part(folder, rank, ranks, checkpoint.share(given, rank, ranks)))
+    return checkpoint.commit(folder, parts, given.state, keep or keeping(2))
 
 
 def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
@@ -79,10 +79,10 @@ def test_what_ranks_have_saved_is_loaded_bit_for_bit(tmp_path, ranks, dtype):
 
 
 def test_rows_that_ranks_wrote_are_read_across_their_borders(tmp_path):
-    whole, folder, parts = torch.randn(7, 3), checkpoint.begin(tmp_path, "a"), {}
+    whole, folder, parts = torch.randn(7, 3), checkpoint.begin(tmp_path, "a"), []
     for rank, (first, end) in enumerate([(0, 3), (3, 6), (6, 7)]):
-        parts |= checkpoint.write_part(folder, rank, 4, {"model/w": Piece(whole[first:end], first, 7)})
-    found = load(checkpoint.commit(folder, 1, parts, {"step": 1}, keeping(1))).model["w"]
+        parts.append(checkpoint.write_part(folder, rank, 4, {"model/w": TensorRows(whole[first:end], first, 7)}))
+    found = load(checkpoint.commit(folder, parts, {"step": 1}, keeping(1))).model["w"]
     assert found.shape == (7, 3) and torch.equal(found.whole(), whole)
     for first in range(8):
         for end in range(first, 8):

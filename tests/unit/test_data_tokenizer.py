@@ -20,7 +20,7 @@ from data_corpus import NASTY, make_config
 
 from dlr_pretrain.data import embedding_rows, load_tokenizer, open_tokenizer
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
-from dlr_pretrain.train.text import Text
+from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.util.errors import UserError
 
 
@@ -238,7 +238,7 @@ def test_a_token_that_also_ends_documents_stands_for_no_unknown_text():
     validation = SimpleNamespace(tokens=np.array([[7, 2, 2], [7, 7, 2]]), real_tokens=4)
     ids = {"unk_id": 2, "eos_id": 3, "pad_id": 0}
     for other, share in (({}, 0.75), ({"eos_id": 2}, 0.0), ({"pad_id": 2}, 0.0), ({"unk_id": None}, 0.0)):
-        assert Text(None, SimpleNamespace(**(ids | other)), validation, 8).unknown == share
+        assert Corpus(None, SimpleNamespace(**(ids | other)), validation, 8).unknown == share
 
 
 def test_a_vocabulary_of_some_size_is_padded_where_the_scale_leaves_it_open():

@@ -107,7 +107,7 @@ def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
     now = 100.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.global_batch=8", "train.seq_len=8"])
-    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1, peak_memory=lambda: 0)
+    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     meter, outcome = Meter(cfg, ranks, None, 1), Outcome(1.0, math.inf, 0.0, 0.0, 64.0, 0.0)
 
     def speed() -> float | None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis.memory import memory, step_bytes
 from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
 from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build
+from dlr_pretrain.models.memory import memory, step_bytes
+from dlr_pretrain.optim.build import state_bytes
 from tests.conftest import main_of
 from tests.parity.test_starts import COUNTS
 
@@ -85,12 +86,12 @@ def test_what_precision_and_ranks_add():
     counters = 4 * len(list(build(config(*TINY, "backbone=cola"), 500, torch.device("meta")).parameters()))
 
     def parts(*words: str, ranks: int = 1) -> tuple[float, ...]:
-        m = memory(config(*TINY, "backbone=cola", *words, ranks=ranks), 500, ranks)
+        m = memory(config(*TINY, "backbone=cola", *words, ranks=ranks), 500, ranks, state_bytes)
         assert m.weights + m.masters + m.optimizer_state + m.gradients < m.total
         return m.weights / n, m.masters / n, m.gradients / n, (m.optimizer_state - counters) / n
 
     assert parts() == parts(ranks=4) == (2, 0, 2, 4)
-    alone, of_two = (memory(config(*TINY, *batch), 500, 1) for batch in (("train.global_batch=2",), ()))
+    alone, of_two = (memory(config(*TINY, *batch), 500, 1, state_bytes) for batch in (("train.global_batch=2",), ()))
     assert of_two.total - of_two.gradients == pytest.approx(alone.total, rel=0.01)  # gradients that wait for others
     assert parts("precision=fp32") == (4, 0, 4, 8)
     assert parts("precision=bf16_mixed") == (2, 4, 6, 8)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
+from dlr_pretrain import __main__ as command
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
+from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import on_ranks
@@ -40,9 +41,10 @@ def test_two_ranks_agree_on_results_errors_and_stops():
                 except Exception as caught:
                     said.append(f"{type(caught).__name__} {caught}")
             said.append(both.gather(own))
-            both.stop_requested = own == 1
+            stop = StopRequest(both)
+            stop.asked = own == 1
             with pytest.raises(Stopped, match="stopped here"):
-                both.stop_if_asked("here")
+                stop.raise_if_asked("here")
         other = "ZeroDivisionError by zero" if own == 0 else "UserError rank 0 failed: ZeroDivisionError: by zero"
         assert said == ["ConfigError a=1: is odd", other, "Stopped why", 0, [0, 1]]
 
@@ -57,7 +59,7 @@ def test_ranks_that_differ_in_a_key_or_device_are_refused(words, tmp_path, monke
     def act() -> None:
         own = of_each[rank := int(os.environ["RANK"])]
         if "=" not in own:
-            monkeypatch.setattr(ranks, "_device", lambda _: torch.device(own))
+            monkeypatch.setattr(ranks, "find_device", lambda _: torch.device(own))
         with pytest.raises(UserError, match="the ranks differ") as caught:
             run(load(words(f"run.dir={tmp_path}/run", *([own] if "=" in own else [])), ranks=2))
         values = [of.rpartition("=")[2] for of in of_each]
@@ -69,7 +71,7 @@ def test_ranks_that_differ_in_a_key_or_device_are_refused(words, tmp_path, monke
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["text.open_source", "run.new_model", "update.Update.step"])
+@pytest.mark.parametrize("stage", ["corpus.open_source", "run.new_model", "update.Update.step"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     before = signal.getsignal(signal.SIGTERM)
 
@@ -100,15 +102,17 @@ def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 7
 
 
-def test_a_report_that_fails_fails_no_run(words, tmp_path, no_export, capsys):
+def test_a_report_that_fails_fails_no_run(words, tmp_path, no_export, monkeypatch, capsys):
     def fails(_run_dir: Path) -> None:
         raise RuntimeError("no such colour")
 
     cfg = load(words(f"run.dir={tmp_path}", "train.steps=2"))
-    run(cfg, report=fails)
+    with monkeypatch.context() as patched:
+        patched.setattr("dlr_pretrain.analysis.report.write_report", fails)
+        command.train(cfg)
     said = capsys.readouterr().out
     assert "warning: no report, RuntimeError: no such colour" in said and "export  " in said
-    with pytest.raises(Stopped):
-        run(cfg, report=Mock(side_effect=Stopped("asked to stop")))
-    run(cfg, report=lambda run_dir: (run_dir / "report.md").touch())
-    assert (tmp_path / "report.md").exists() and "is complete" in capsys.readouterr().out
+    for _ in range(2):
+        command.train(cfg)
+        said = capsys.readouterr().out
+        assert "is complete" in said and f"report      {tmp_path / 'report.md'}" in said

@@ -8,18 +8,20 @@ import pytest
 import torch
 
 from dlr_pretrain import __main__ as command
-from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
+from dlr_pretrain.train.micro_batch import USABLE, explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.update import USABLE, Update, explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import UserError
 
 
 def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkeypatch):
     """Of two ranks with 4 sequences each, at 100 bytes a sequence and 50 beside them."""
     cfg, room = load(words("train.micro_batch=auto"), 2), [470.0, 299.0]
+    planned = "dlr_pretrain.train.micro_batch.planned_memory"
+    monkeypatch.setattr(planned, lambda of, vocab_size, world: 100 * of.train.micro_batch + 50)
     (tmp_path / "manifest.json").write_text('{"identity": {}, "starts": []}')
 
     def resolved() -> int:
@@ -27,8 +29,7 @@ def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkey
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / USABLE, 1e9))
         other = max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)
         ranks.gather = lambda own: [own, (other, room[1])]
-        planned = lambda of, vocab_size, world: 100 * of.train.micro_batch + 50  # noqa: E731
-        return resolve_micro_batch(cfg, ranks, 120, planned, tmp_path).train.micro_batch
+        return resolve_micro_batch(cfg, ranks, 120, tmp_path).train.micro_batch
 
     assert resolved() == 2
     room[:] = [1e6, 1e6]
@@ -47,13 +48,13 @@ def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkey
     assert cfg.micro_batch(2) == 4  # of a plan and on a CPU: by the scale
 
 
-def test_a_run_takes_auto_of_the_plan_unless_told_otherwise(words, tmp_path, monkeypatch):
+def test_runs_and_doctor_look_for_the_micro_batch(words, tmp_path, monkeypatch):
     class Asked(Exception):
         pass
 
-    def resolve(cfg, ranks, vocab_size, planned, run_dir):
-        assert planned(cfg, vocab_size, 1) == memory(cfg, vocab_size, 1).total > 0
-        assert resolve_micro_batch(cfg, ranks, vocab_size, planned, run_dir) is cfg  # on a CPU
+    def resolve(cfg, ranks, vocab_size, run_dir):
+        assert planned_memory(cfg, vocab_size, 1) > 0
+        assert resolve_micro_batch(cfg, ranks, vocab_size, run_dir) is cfg  # on a CPU
         raise Asked
 
     monkeypatch.setattr("dlr_pretrain.train.run.resolve_micro_batch", resolve)

@@ -23,12 +23,12 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
 # Shares of unknown tokens: a warning, and a refusal. SentencePiece reads a stretch of foreign text as two, one unknown.
-MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.3
+WARNED_UNKNOWN, REFUSED_UNKNOWN = 0.01, 0.3
 FEW_TOKENS = 5_000  # of validation text, with which the difference of two models is noise
 
 
 @dataclass
-class Text:
+class Corpus:
     """Data, tokenizer and validation set of a run."""
 
     source: Source
@@ -54,7 +54,7 @@ class Text:
         }
 
 
-def open_text(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Text:
+def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Corpus:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
     opened = ranks.on_main(lambda: open_source(cfg, say, read_record(run_dir).get("data.version")))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, opened))
@@ -62,8 +62,8 @@ def open_text(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], Non
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
     source = ranks.on_main(lambda: tokenised_once(opened, tokenizer, cfg.num_streams, say))
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
-    text = Text(source, tokenizer, validation, vocab_size)
-    if text.unknown > TOO_MUCH_UNKNOWN:
-        rule = f"cannot express the text: {text.unknown:.0%} of its tokens are the one for what is unknown"
+    corpus = Corpus(source, tokenizer, validation, vocab_size)
+    if corpus.unknown > REFUSED_UNKNOWN:
+        rule = f"cannot express the text: {corpus.unknown:.0%} of its tokens are the one for what is unknown"
         raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
-    return text
+    return corpus

@@ -6,7 +6,7 @@ temporaries. The CUDA context, library workspaces and fragmentation come on top 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,10 +21,10 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.residual import Residuals, entries, strengths
-from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 META = torch.device("meta")
+StateBytes = Callable[..., int]  # of an optimizer, as ``optim.build.state_bytes``: models do not import optimizers
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,12 @@ class Memory:
     total: int
 
 
-def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
-    """The memory of ``cfg`` on one of ``ranks`` GPUs."""
-    return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
+def memory(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
+    """The memory of ``cfg`` on one of ``ranks`` GPUs; ``state_bytes`` is that of ``optim.build``."""
+    return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks, state_bytes)
 
 
-def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
-    """The peak bytes of a rank, which commands hand to a run: it does not import the plan."""
-    return memory(cfg, vocab_size, ranks).total
-
-
-def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
+def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
     values: dict[str, Tensor] = dict(model.named_parameters())
@@ -83,7 +78,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     return Memory(weights, masters, gradients + casts, optimizer, kept, peak - kept, total)
 
 
-def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
+def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     """The memory of rank 0, which holds the most rows.
 
     At the peak two blocks are gathered, the current one and the next, and also embedding, final norm and head. The
@@ -125,7 +120,7 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
-    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held)]
+    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
     with attention_as_on_a_gpu(), _Alive(known) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         loss = model(ids, ids, ids if masked else None)

@@ -1,0 +1,78 @@
+"""The device of a rank: which it is, what is done before its first use, and its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dlr_pretrain.config import Config, ConfigError, compiler_problem
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import plural
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+GIB = 1 << 30
+
+
+def find_device(cfg: Config) -> torch.device:
+    """The device of this rank. Raises UserError if the machine lacks it, ConfigError if it lacks a needed compiler."""
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
+    device = torch.device("cpu")
+    if cfg.device != "cpu" and torch.cuda.is_available():
+        local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= count:
+            raise UserError(f"local rank {local} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
+        device = torch.device("cuda", local)
+    if problem := compiler_problem(cfg, device.type):
+        raise ConfigError([problem])
+    return device
+
+
+def prepare_device(device: torch.device) -> None:
+    """Use ``device`` for the first time in a run. The earlier runs of a multirun leave nothing on it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gc.collect()  # a compiled model is a reference cycle
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    elif device.type == "cpu":
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next allocations, except blocks of more than 1 GiB.
+
+    Each step on a CPU allocates and frees the same tensors. Without this call, most of them are given back to the
+    kernel and come again page by page. Other C libraries are left as they are, and glibc's that refuse such a bound.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def attention_backends(cfg: Config) -> AbstractContextManager[None]:
+    """The kernels of attention that training may use in this context, of the whole process."""
+    if not cfg.data.mask_documents:
+        return nullcontext()
+    # Without cuDNN's, whose gradients with a mask may be NaN, at lengths such as 192 (#196678)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {os.cpu_count()} cores, {plural(torch.get_num_threads(), 'thread')}"
