@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -23,17 +24,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
+from urllib.parse import unquote
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one such range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
 PATIENCE_SECONDS = 480.0  # without any progress; less than run.timeout_minutes by default, so that this ends first
+FIRST_TOLD_SECONDS, TOLD_SECONDS = 10.0, 60.0  # without an answer
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
@@ -83,6 +86,12 @@ def find(root: str, pattern: str) -> list[File]:
     if "://" in whole:
         return _find_remote(root, whole)
     # Not by fsspec, which takes no links and patterns in the names of folders.
+    if glob.has_magic(os.path.basename(whole)):
+        for folder in filter(os.path.isdir, glob.glob(os.path.dirname(whole), recursive=True)):
+            try:
+                os.listdir(folder)
+            except OSError as error:
+                _refuse_folder(error)
     return _find_local(root, glob.glob(pattern, root_dir=root or None, recursive=True))
 
 
@@ -103,10 +112,16 @@ def refuse_snapshots(files: list[File]) -> None:
             raise UserError(f"{folder}: holds {len(commits)} snapshots of a dataset. Name one: {names}")
 
 
+def _refuse_folder(error: OSError) -> NoReturn:
+    """Raise UserError: a glob and a walk say nothing of a folder that they cannot list, and its files are missing."""
+    fix = "Make it readable, or name the files by data.train_files"
+    raise UserError(f"{error.filename}: cannot be listed, and may hold text: {error.strerror}. {fix}") from error
+
+
 def _walk(root: str) -> Iterator[str]:
     """The names of all files below a folder. A link to a folder that it lies in is not followed, unlike by a glob."""
     within = {root: {os.path.realpath(root)}}  # folders, with all that they lie in
-    for folder, folders, names in os.walk(root, followlinks=True):
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
         above = within.pop(folder)
         inside = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
         folders[:] = [name for name, path in inside.items() if path not in above]
@@ -132,6 +147,9 @@ def _find_remote(root: str, address: str) -> list[File]:
         found = retry(look, address)
     except FileNotFoundError:
         return []
+    if outside := next((name for name in found if ".." in re.split(r"[/\\]", unquote(name))), None):
+        fix = "Name the files by data.train_files"
+        raise UserError(f"{address}: the server lists {outside}, which leads out of its folder. {fix}")
     return [
         File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"), str(entry))
         for name, entry in sorted(found.items())
@@ -199,6 +217,29 @@ def retry(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
 
     A server that answers, if only that it is busy, is always asked again: many jobs may start together.
     """
+    with _told_of_silence(name):
+        return _ask_again(ask, name, patience)
+
+
+@contextmanager
+def _told_of_silence(name: str) -> Iterator[None]:
+    """Within this context, a line to stderr says at intervals that ``name`` has not answered yet."""
+    answered, since = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait = FIRST_TOLD_SECONDS
+        while not answered.wait(wait):
+            write_to_stderr(f"note: waiting for {name} for {time.monotonic() - since:.0f} s")
+            wait = TOLD_SECONDS
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        answered.set()
+
+
+def _ask_again(ask: Callable[[], T], name: str, patience: float | None) -> T:
     since, wait = time.monotonic(), FIRST_WAIT_SECONDS
     while True:
         try:
@@ -276,7 +317,13 @@ def user_cache() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.gettempdir(), f"dlr_pretrain-{os.getuid()}")
+    folder = Path(tempfile.gettempdir(), f"dlr_pretrain-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        rule = "is a link, or others may write to it: what lies there may be planted"
+        raise UserError(f"{folder}: {rule}. Remove it, or set XDG_CACHE_HOME to a folder of your own")
+    return folder
 
 
 def kept_beside(file: File, cache: str | None) -> Path:

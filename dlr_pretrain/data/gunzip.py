@@ -24,6 +24,8 @@ NOTHING = bytes(WINDOW)
 CERTAIN = 1024  # bytes of text that no false beginning of a block gives by chance
 PLACE = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before; text
 WHOLE, BLOCKS = 31, -15  # zlib's wbits: a gzip file, or blocks without its header and checksum
+MOST_BYTES = 1 << 28  # of a line
+LONG = f"a line of more than {MOST_BYTES >> 20:,} MB would fill the memory"
 
 
 def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
@@ -39,6 +41,8 @@ def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
     for offset, chunk, text in _inflated(stream, begin, window):
         first, *more = text.split(b"\n")
         parts.append(first)
+        if sum(map(len, parts)) >= MOST_BYTES:
+            raise ValueError(LONG)
         whole = [b"".join(parts), *more[:-1]] if more else []
         parts = more[-1:] or parts
         yield from whole[max(0, start - line) :]

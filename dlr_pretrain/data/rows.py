@@ -116,8 +116,16 @@ def _contents(file: File, kind: str, stream: Any, text_key: str, start: int) -> 
         return columns.texts(file.address, kind, stream, text_key, start)
     if kind == "text":
         return iter([stream.read().removeprefix(BOM)][start:])
-    lines = io.BufferedReader(stream, READ_BYTES)
+    lines = bounded_lines(io.BufferedReader(stream, READ_BYTES))
     return islice(_paragraphs(lines) if kind == "paragraphs" else lines, start, None)
+
+
+def bounded_lines(stream: Any) -> Iterator[bytes]:
+    """The lines of a stream. Raises ValueError where one is so long that it would fill the memory."""
+    while line := stream.readline(gunzip.MOST_BYTES):
+        if len(line) == gunzip.MOST_BYTES:
+            raise ValueError(gunzip.LONG)
+        yield line
 
 
 def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ import io
 import json
 import platform
 import re
+import shutil
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,11 +41,12 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
     cache = root or user_cache() / "sample"
     own = f"python-{platform.python_version()}-{VERSION}"
     folder = cache / (name or own)
-    if folder.is_dir():
+    if (folder / TOKENIZER_FILE).is_file() and any(folder.glob("text-*.jsonl")):
         return folder
     if folder.name != own:
         rule = f"this run reads the sample {folder.name}, which is not in {cache}, and this Python makes {own}"
         raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to where the sample lies")
+    shutil.rmtree(folder, ignore_errors=True)  # files of it were purged
     progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
     with made_whole(folder) as draft:
         documents = list(harvest())

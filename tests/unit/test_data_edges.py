@@ -1,0 +1,105 @@
+"""Hostile servers, unreadable folders, planted and purged caches, endless lines, and silence."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import os
+import threading
+
+import pytest
+from data_corpus import make_config
+
+from dlr_pretrain.data import files, gunzip, open_source, sample
+from dlr_pretrain.util.errors import UserError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("link", ["../../evil.jsonl", "..%2f..%2fevil.jsonl", "a/%2e%2e/%2e%2e/evil.jsonl"])
+def test_a_link_of_a_server_does_not_lead_out_of_the_cache(tmp_path, link):
+    class Index(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f'<a href="/c4/{link}">a</a> <a href="/c4/b.jsonl">b</a>'.encode())
+
+        do_HEAD = do_GET
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}/c4/"
+        with pytest.raises(UserError, match="leads out of its folder"):
+            list(files.below(root))
+        server.shutdown()
+
+
+@pytest.mark.parametrize("pattern", [None, "*.jsonl", "**/*.jsonl"])
+def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pattern):
+    """Permissions do not bind root, which tests may run as: the error comes from here."""
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    hidden = str(tmp_path / ("sub" if pattern != "*.jsonl" else ""))
+
+    def refusing(real):
+        def call(path="."):
+            if os.path.realpath(path) == os.path.realpath(hidden):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        return call
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(UserError, match=r"cannot be listed, and may hold text: Permission denied"):
+        list(files.find(str(tmp_path), pattern) if pattern else files.below(str(tmp_path)))
+
+
+@pytest.mark.parametrize("planted", ["link", "open"])
+def test_a_planted_cache_is_not_used(tmp_path, monkeypatch, planted):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = files.user_cache()
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    if planted == "link":
+        folder.rename(tmp_path / "theirs")
+        folder.symlink_to(tmp_path / "theirs")
+    else:
+        folder.chmod(0o777)
+    with pytest.raises(UserError, match=r"what lies there may be planted.*XDG_CACHE_HOME"):
+        files.user_cache()
+
+
+@pytest.mark.parametrize("lost", ["text-*.jsonl", sample.TOKENIZER_FILE])
+def test_a_sample_whose_files_were_purged_is_made_again(tmp_path, monkeypatch, lost):
+    texts = [f"The document of number {i} holds some words of a text, and it is one of many." for i in range(400)]
+    monkeypatch.setattr(sample, "harvest", lambda: iter(texts))
+    folder = sample.folder_of(tmp_path, None, print)
+    whole = sorted(path.name for path in folder.iterdir())
+    for path in folder.glob(lost):
+        path.unlink()
+    assert sample.folder_of(tmp_path, None, print) == folder
+    assert sorted(path.name for path in folder.iterdir()) == whole
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(gunzip, "MOST_BYTES", 1 << 20)
+    line = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
+    if name.endswith(".zst"):
+        zstandard = pytest.importorskip("zstandard")
+        line = zstandard.compress(line)
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    with pytest.raises(UserError, match="a line of more than"):
+        source = open_source(make_config("local", data__root=tmp_path))
+        for shard in source.train_shards:
+            list(source.read(shard))
+
+
+def test_a_server_that_is_silent_is_told_of(monkeypatch, capfd):
+    monkeypatch.setattr(files, "FIRST_TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(files, "TOLD_SECONDS", 0.01)
+    told = threading.Event()
+    monkeypatch.setattr(files, "write_to_stderr", lambda text: (print(text), told.set()))
+    assert files.retry(told.wait, "https://host/a") is True
+    assert capfd.readouterr().out.startswith("note: waiting for https://host/a for 0 s")
