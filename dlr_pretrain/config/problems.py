@@ -17,7 +17,7 @@ from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 HIDDEN = "***"
 SHORTEST = 8  # fewest characters of a variable's value that counts as a secret
 VARIABLE = re.compile(  # names such as HF_TOKEN and AWS_SECRET_ACCESS_KEY
-    r"(token|(api|access|secret|account|private)_?key|secret|passw(or)?d|pwd|credentials?|sas)$", re.IGNORECASE
+    r"(token|(api|access|secret|account|private)_?key|secret|passw(or)?d|_pwd|credentials?)$", re.IGNORECASE
 )
 SECRET = re.compile(
     r"(?<=://)[^/\s@]+(?=@)"  # user and password in an address

@@ -102,7 +102,7 @@ def write_part(
         save_file({name: piece.tensor.contiguous() for name, piece in pieces.items()}, path)
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"{path}: {error}") from error
-    path.chmod(0o644)  # the library makes it private
+    path.chmod(folder.stat().st_mode & 0o666)  # the library makes it private, whatever the umask
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
     return path.name, {"sha256": _sha256(path), "rows": rows}
@@ -235,7 +235,10 @@ def directories(root: Path) -> list[Path]:
 
 
 def fault(directory: Path) -> str | None:
-    """Says what is wrong with a checkpoint; None if it is valid. Raises OSError if its disk does not answer."""
+    """Says what is wrong with a checkpoint; None if it is valid.
+
+    Raises OSError if its disk does not answer, and UserError if another version of this code wrote it.
+    """
     try:
         content = json.loads((directory / CONTENT).read_text())
     except FileNotFoundError:
@@ -245,7 +248,10 @@ def fault(directory: Path) -> str | None:
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
-        return f"has format {content['format']}, and this version of the code reads format {FORMAT}"
+        rule = f"is whole, but of format {content['format']}, and this version of the code reads format {FORMAT}"
+        raise UserError(f"{directory}: {rule}. Go on with the version that wrote it, or name another run.dir")
+    if content["state"].get("step") != step_of(directory):
+        return f"holds step {content['state'].get('step')}, unlike its name"
     for name, described in content["files"].items():
         try:
             if _sha256(directory / name) != described["sha256"]:

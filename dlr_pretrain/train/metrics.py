@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.device import peak_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.files import read_metrics, write_durably
+from dlr_pretrain.util.files import sound_records, write_durably
 
 WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
 SPEED_WINDOW = 20  # steps over which it is averaged
@@ -32,10 +33,15 @@ SPEED_WINDOW = 20  # steps over which it is averaged
 class MetricsFile(AbstractContextManager["MetricsFile"]):
     """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes."""
 
-    def __init__(self, path: Path, resumed_step: int = 0):
+    def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 0):
+        """``first_step``: the step that the run began after. ``missing`` is the number of records that were lost."""
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
-        kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
+        found, damaged = sound_records(path)
+        kept = [record for record in found if record["step"] <= resumed_step]
+        self.missing = resumed_step - first_step - len({record["step"] for record in kept})
+        if damaged:
+            shutil.copyfile(path, path.with_name("metrics.damaged.jsonl"))
         write_durably(path, "".join(_json_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 

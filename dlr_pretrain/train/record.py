@@ -22,6 +22,7 @@ import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.problems import redact
 from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
+from dlr_pretrain.train.checkpoint import directories
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
@@ -38,11 +39,25 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     The identity is the settings that affect the mathematics of the run, and the ``fingerprints`` of the data, their
     order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
+    _refuse_strangers(run_dir)
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "started_from": None, "micro_batch": {}})
     bind_identity(run_dir, identity(cfg) | fingerprints)
     record_state(run_dir, "running")
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
+
+
+def _refuse_strangers(run_dir: Path) -> None:
+    """Raise UserError if the directory holds files, and no run: a run would overwrite some of them.
+
+    A run that has lost its manifest still has checkpoints. Logs, and what queued the run, may be there before it.
+    """
+    if read_record(run_dir) or directories(run_dir / "checkpoints"):
+        return
+    others = [path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "job.json"]
+    if strangers := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
+        rule = f"is not empty (it has {strangers[0]}), and holds no run"
+        raise UserError(f"run.dir={run_dir}: {rule}. Name a new folder")
 
 
 def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, flatten, to_dict
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
@@ -36,7 +37,7 @@ from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
 from dlr_pretrain.util.errors import Diverged
 from dlr_pretrain.util.files import read_metrics
-from dlr_pretrain.util.text import loading
+from dlr_pretrain.util.text import loading, plural
 
 
 def run(cfg: Config) -> bool:
@@ -136,7 +137,11 @@ class Run:
 
     def open_metrics(self, opened: ExitStack, start: Start) -> None:
         """Open ``metrics.jsonl``, and the view beside it if there is one; ``opened`` closes both. On rank 0 only."""
-        self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step))
+        began = (read_record(self.dir).get("started_from") or {"step": 0})["step"]
+        self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step, began))
+        if (lost := self.metrics.missing) > 0:
+            of = f"{plural(lost, 'step')} up to step {start.step:,}"
+            self.console.say(f"warning: {self.metrics.path} lacks the records of {of}: it was cut, damaged or deleted")
         self.sinks.append(self.metrics.write)
         if view := open_view(self.cfg, self.dir, self.console, start.step):
             self.sinks.append(opened.enter_context(view).log)

@@ -169,10 +169,11 @@ def rewrite(folder: Path, **entries) -> None:
     (folder / CONTENT).write_text(json.dumps(content))
 
 
-def raise_format(folder: Path) -> None:
-    content = json.loads((folder / CONTENT).read_text()) | {"format": 99}
+def forge(folder: Path, **entries) -> None:
+    """As ``rewrite``, with the checksum of what is written."""
+    content = json.loads((folder / CONTENT).read_text()) | entries
     del content["sha256"]
-    rewrite(folder, format=99, sha256=checkpoint._digest(content))
+    rewrite(folder, **entries, sha256=checkpoint._digest(content))
 
 
 def flip(path: Path) -> None:
@@ -181,11 +182,31 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize("format", [3, 99])
+def test_one_of_another_version_is_neither_damaged_nor_passed_over(tmp_path, format):
+    for step in (1, 2):
+        save(tmp_path, step)
+    forge(tmp_path / "step_00000002", format=format)
+    with pytest.raises(UserError, match=f"is whole, but of format {format}.*Go on with the version that wrote it"):
+        newest(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_mode_of_their_folder(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        folder = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~umask}
+
+
 @pytest.mark.parametrize(("fault", "damage"), [
     ("checkpoint.json is missing", lambda d: (d / CONTENT).unlink()),
     ("checkpoint.json is damaged", lambda d: (d / CONTENT).write_bytes(b"\xff\x00\xff")),
     ("checkpoint.json is damaged", lambda d: rewrite(d, state={"step": 9})),
-    ("has format 99, and this version of the code reads format", raise_format),
+    ("holds step 7, unlike its name", lambda d: forge(d, state={"step": 7})),
     (f"{PART} is missing", lambda d: (d / PART).unlink()),
     (f"{PART} fails its checksum", lambda d: flip(d / PART)),
 ])  # fmt: skip

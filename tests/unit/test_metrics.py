@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import threading
@@ -39,6 +40,17 @@ def test_a_resume_cuts_what_lies_beyond_its_checkpoint(tmp_path, torn):
         assert steps(path) == [1, 2, 3, 4]  # no buffer of our own
     MetricsFile(path).file.close()
     assert path.read_bytes() == b"" and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lost_records_are_counted_and_damaged_lines_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) for step in range(3, 9)]
+    path.write_text("\n".join([*lines[:2], "\x00\x00", *lines[4:]]) + "\n")
+    with MetricsFile(path, 8, 2) as file:
+        assert file.missing == 2
+    assert "\x00\x00" in (tmp_path / "metrics.damaged.jsonl").read_text() and steps(path) == [3, 4, 7, 8]
+    with MetricsFile(tmp_path / "gone.jsonl", 8, 2) as file:
+        assert file.missing == 6
 
 
 def test_numbers_come_back_as_they_were(tmp_path):

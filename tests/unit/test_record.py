@@ -41,6 +41,23 @@ def written(cfg) -> dict:
     return json.loads(json.dumps(identity(cfg))) | {"data.shards": "f"}
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "report.md", "tokenizer/tokenizer.json", "thesis.tex"])
+def test_a_folder_of_something_else_is_not_touched(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty .*, and holds no run. Name a new folder"):
+        open_in(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["slurm-12.out", "job.json", ".beats/0", "checkpoints/step_00000001/checkpoint.json"])
+def test_a_folder_with_logs_or_checkpoints_of_a_run_is_taken(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("")
+    assert open_in(tmp_path)["starts"]
+
+
 def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "scale=tiny"])
     manifest = open_in(tmp_path, "dlr=on", world_size=4)

@@ -29,6 +29,7 @@ TOKEN = "hf_" + "aB3" * 10
     ("xoxb-" + "1234-" * 6 + "k3", "***"),
     ("AIza" + "k" * 35, "***"),
     ("DJANGO is a long story", "DJANGO is ***"),
+    ("/home/me/work/runs", "/home/me/work/runs"),  # the shell's PWD
     ("task-of-a-very-long-name-with-dashes", "task-of-a-very-long-name-with-dashes"),
     ("/data/hf_cache/token=3/en", "/data/hf_cache/token=3/en"),
     ("0123456789abcdef" * 2, "0123456789abcdef" * 2),  # a revision
@@ -37,7 +38,7 @@ def test_secrets_are_hidden_and_nothing_else(monkeypatch, text, shown):
     variables = {
         "WANDB_API_KEY": "correct horse",
         "MY_HORSE": "battery staple",
-        "SECRET_KEY": "a long story",
+        "SECRET_KEY": "a long story", "PWD": "/home/me/work",
         "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
     }
     for name, value in variables.items():
