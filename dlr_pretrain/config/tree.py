@@ -68,7 +68,7 @@ class BackboneOptions(Options):
     swiglu_silu: bool = True
     merge_every: int | None = None  # updates between merges, after which the learning rate warms up again
     restart_warmup: int = 0
-    exported: ClassVar[tuple[str, ...]]  # the keys that the exported layer takes, if there is one; not inherited
+    exported_keys: ClassVar[tuple[str, ...]]  # that the exported layer reads, if there is one; not inherited
     exported_layer: ClassVar[str] = ""  # its class, unless in ``deploy/modeling_lowrank_llama.py``
 
 

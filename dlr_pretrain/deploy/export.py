@@ -90,7 +90,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(partial, tensors)
-    loadable = own.backbone.name == DENSE.name or exported_options(own) is not None
+    loadable = own.backbone.name == DENSE.name or exported_keys(own) is not None
     contents = {"config": settings, "generation_config": ends} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -148,12 +148,12 @@ def deployed_dense(cfg: Config) -> bool:
     return cfg.backbone.name == DENSE.name or cfg.backbone.layer.deployed_dense
 
 
-def exported_options(cfg: Config) -> tuple[str, ...] | None:
+def exported_keys(cfg: Config) -> tuple[str, ...] | None:
     """The options that the exported layer of ``cfg.backbone`` takes; None if there is no such layer.
 
     A subclass does not inherit the layer: it has another formula.
     """
-    return vars(type(cfg.backbone)).get("exported")
+    return vars(type(cfg.backbone)).get("exported_keys")
 
 
 def modeling(cfg: Config) -> str:
@@ -208,7 +208,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "architectures": ["LowRankLlamaForCausalLM"],
         "auto_map": {auto: f"{MODELING.stem}.LowRankLlama{own}" for auto, own in AUTO_CLASSES.items()},
         "backbone": cfg.backbone.name,
-        **{name: getattr(cfg.backbone, name) for name in exported_options(cfg) or ()},
+        **{name: getattr(cfg.backbone, name) for name in exported_keys(cfg) or ()},
         **({LAYER: cfg.backbone.exported_layer} if cfg.backbone.exported_layer else {}),
         **shape,
     }

@@ -17,7 +17,7 @@ SWIGLU = "as in the DLR paper; the authors of CoLA drop it from 350M on"
 @dataclass
 class Options(lowrank.Options):
     swiglu_silu: bool = key(SWIGLU)
-    exported = lowrank.Options.exported
+    exported_keys = lowrank.Options.exported_keys
 
 
 class Cola(LowRank):

@@ -13,7 +13,7 @@ from dlr_pretrain.models.lax import Lax
 @dataclass
 class Options(lax.Options):
     swiglu_silu: bool = key(SWIGLU)
-    exported = lax.Options.exported
+    exported_keys = lax.Options.exported_keys
 
 
 class ColaLax(Cola, Lax):

@@ -25,7 +25,7 @@ class Options(FactorOptions):
     sparsity: float = key("input channels of the sparse branch, as a share of d_in (one at least)", gt=0, le=1)
     activation: Literal["silu", "none"] = key("between the factors")
     residual_rank: int = key("singular values beyond the rank that choose the channels", ge=1)
-    exported = ("rank", "gamma", "sparsity", "activation")
+    exported_keys = ("rank", "gamma", "sparsity", "activation")
 
 
 class Lost(LowRank):

@@ -27,7 +27,7 @@ class FactorOptions(BackboneOptions):
 class Options(FactorOptions):
     init: Literal["cola", "kaiming", "xavier"] = key("of the factors; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
     latent_scale: float = key("factor s of the latent", gt=0)
-    exported = ("rank", "latent_scale")
+    exported_keys = ("rank", "latent_scale")
 
 
 class LowRank(Layer):

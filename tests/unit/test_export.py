@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import MODELING, export, exported_options, need, open_folder, write_weights
+from dlr_pretrain.deploy.export import MODELING, export, exported_keys, need, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models import Llama
@@ -74,7 +74,7 @@ def test_a_folder_loads_strictly_computes_generates_and_is_saved_again(kind, tmp
     assert (kept.get("bos_token_id"), kept["pad_token_id"], kept["eos_token_id"]) == (None, 0, 1)
     assert (kept["rms_norm_eps"], kept["max_position_embeddings"]) == (1e-6, 1024)
     assert kept["hidden_act"] == ("linear" if kind == "cola-linear" else "silu")
-    assert all(kept[name] == getattr(cfg.backbone, name) for name in exported_options(cfg) or ())
+    assert all(kept[name] == getattr(cfg.backbone, name) for name in exported_keys(cfg) or ())
 
 
 def test_weights_in_shards_are_loaded(tmp_path, spiece):
@@ -146,7 +146,7 @@ def test_llama_cpp_finds_a_vocabulary_of_bpe_alone(tmp_path, kind):
 
 
 def test_a_backbone_without_an_exported_layer_is_written(tmp_path, spiece, ids, monkeypatch):
-    monkeypatch.delattr(type(COLA.backbone), "exported")
+    monkeypatch.delattr(type(COLA.backbone), "exported_keys")
     said = export(tmp_path / "folded", COLA, weights(trained(COLA, ROWS)), spiece, RECORD, ids)
     assert said.startswith("transformers cannot load backbone=cola yet")
     assert said in (tmp_path / "folded/README.md").read_text() and (tmp_path / "folded" / WEIGHTS).exists()

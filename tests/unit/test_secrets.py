@@ -38,7 +38,8 @@ def test_secrets_are_hidden_and_nothing_else(monkeypatch, text, shown):
     variables = {
         "WANDB_API_KEY": "correct horse",
         "MY_HORSE": "battery staple",
-        "SECRET_KEY": "a long story", "PWD": "/home/me/work",
+        "SECRET_KEY": "a long story",
+        "PWD": "/home/me/work",
         "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
     }
     for name, value in variables.items():
