@@ -114,7 +114,7 @@ class Optimizer:
         self.reads_on_device = all(map(_reads_found_inf, self.parts))
         owner = {id(p): part for part in self.parts for group in part.param_groups for p in group["params"]}
         self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.optimized.items()}
-        self.put_in()
+        self.put_in()  # until here the working weights held B
 
     @torch.no_grad()
     def put_in(self) -> None:

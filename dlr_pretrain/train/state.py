@@ -1,15 +1,21 @@
 """The state of a run: its model, its optimizer, and a few counters. Where each precision keeps what:
 
-=============  =================  ============================  ======================
-precision      working weights    values (optimizer, checkpoint) gradients and moments
-=============  =================  ============================  ======================
-bf16           bf16               the working weights            bf16
-bf16_sr        bf16               the working weights            bf16, or moments in 8 bits; see ``optim.adamw``
-bf16_mixed     bf16               fp32 masters                   bf16 (fsdp: fp32); moments fp32
-fp32           fp32               the working weights            fp32
-=============  =================  ============================  ======================
+=================  =================  ==============================  ======================
+precision          working weights    values                          gradients and moments
+=================  =================  ==============================  ======================
+bf16               bf16               the working weights             bf16
+bf16_sr            bf16               the working weights             bf16, or moments in 8 bits; see ``optim.adamw``
+bf16_mixed         bf16               fp32 masters                    bf16; moments fp32
+bf16_mixed, fsdp   fp32 shards (1)    the working weights             fp32
+fp32               fp32               the working weights             fp32
+=================  =================  ==============================  ======================
 
-The model multiplies by the working weights. With DLR they are W = round(B + beta R^T), and the values hold B.
+(1) They are cast to bf16 as they are gathered.
+
+The model multiplies by the working weights. The optimizer updates the values, and a checkpoint holds them. With DLR the
+working weights are W = round(B + beta R^T) between updates, and an update sees values that hold B. Where the two are
+the same tensors, the entries of B that W replaces are kept beside them, and put back for the update and the checkpoint.
+Masters always hold B.
 """
 
 from __future__ import annotations
