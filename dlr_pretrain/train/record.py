@@ -104,6 +104,15 @@ def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
                 record_state(run_dir, kinds.get(type(ended), "failed"), first_line(ended) if ended is not None else "")
 
 
+def record_stop(run_dir: Path, stopped: Stopped) -> None:
+    """As ``recorded_end``, from a signal handler: not where the interrupted code is writing the record itself."""
+    if _writing.acquire(blocking=False):
+        _writing.release()
+        with suppress(OSError, UserError):
+            if read_record(run_dir).get("state", {}).get("name") == "running":
+                record_state(run_dir, "stopped", first_line(stopped))
+
+
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str, files: dict[str, str]) -> None:
     """Add this start to ``manifest.json``: its machine, its software, and its data source, described by ``text``."""
     start = {

@@ -6,8 +6,9 @@ import signal
 from contextlib import AbstractContextManager
 
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.record import record_stop
 from dlr_pretrain.util import process
-from dlr_pretrain.util.errors import Stopped, UserError, write_to_stderr
+from dlr_pretrain.util.errors import Stopped, exit_process, write_to_stderr
 
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
 
@@ -15,8 +16,10 @@ BEFORE, AFTER = "before the first step of this start", "after the last step, bef
 class StopRequest(AbstractContextManager["StopRequest"]):
     """Whether this rank was ``asked`` to stop. Within this context, signals ask it.
 
-    A run stops at the next step boundary; at once before the first step of this start, and after the last one. A second
-    Ctrl-C stops at once, too.
+    A run stops at the next step boundary. Before the first step of this start, and when all steps are saved, nothing
+    would be lost: the process ends at once, from the signal handler. An exception raised there would land in foreign
+    code, such as a compiler or a client of the hub, which may swallow it or make another error of it. A second Ctrl-C
+    leaves at once, too.
     """
 
     def __init__(self, ranks: Ranks):
@@ -28,13 +31,9 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         self.asked = self.asked or bool(process.stop_requests)
         return self
 
-    def __exit__(self, _type, error: BaseException | None, _trace) -> None:
-        """Restore the signal handlers. Raises Stopped if ``error`` wraps that of an early request, as a compiler's."""
+    def __exit__(self, *_) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        early = self.asked and not self.ranks.heartbeat.step
-        if early and isinstance(error, Exception) and not isinstance(error, UserError):
-            raise _stopped(BEFORE) from error
 
     def _ask(self, number: int, _frame: object) -> None:
         """The signal handler."""
@@ -44,7 +43,10 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         if again:
             return
         if self.trained or not self.ranks.heartbeat.step:
-            raise _stopped(AFTER if self.trained else BEFORE)
+            stopped = _stopped(AFTER if self.trained else BEFORE)
+            if self.ranks.heartbeat.holds:
+                record_stop(self.ranks.heartbeat.folder, stopped)
+            exit_process(stopped, say=self.ranks.is_main)
         if self.ranks.is_main:
             write_to_stderr("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
 

@@ -84,7 +84,7 @@ def write_to_stderr(text: str) -> None:
 def exit_process(error: UserError, say: bool = True) -> NoReturn:
     """End the process at once, from any thread, without writing anything else to the run."""
     if say:
-        write_to_stderr(f"\nerror: {error}")
+        write_to_stderr(f"\n{error}" if isinstance(error, Stopped) else f"\nerror: {error}")
     try:
         raise error  # torchrun's handler reads the exception that is being handled
     except UserError:

@@ -18,7 +18,7 @@ from dlr_pretrain.train import run
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
-from tests.conftest import forked, saved
+from tests.conftest import ended, forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
 TIMING = ("time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/mfu")
@@ -91,6 +91,7 @@ def test_a_fold_that_was_stopped_or_is_gone_is_made_again(train, tmp_path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("dlr_pretrain.train.run.finish", long)
+        patched.setattr("dlr_pretrain.train.stop.exit_process", ended)
         with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
             train(folder, *given)
     assert not (folder / "folded").exists()
