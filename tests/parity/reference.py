@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -207,6 +207,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
+@cache
 def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> Config:
     """The smallest shape that has every part: two heads, and by default a feed-forward width that is padded."""
     shape = f"scale=tiny scale.hidden_size=32 scale.intermediate_size={width} scale.num_heads=2"
@@ -214,10 +215,6 @@ def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> C
     rank = [] if unused else ["scale.rank=8"]
     words = [*shape.split(), f"scale.num_layers={layers}", *rank, f"backbone={backbone}", "data=sample", "logger=jsonl"]
     return load([*words, *overrides])
-
-
-def with_checkpointing(cfg: Config, mode: str) -> Config:
-    return replace(cfg, train=replace(cfg.train, activation_checkpointing=mode))
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.tensors import ALPHA, STATE_DTYPE
 from tests.conftest import saved
 from tests.parity.reference import CPU, VOCAB, Operations, State, disturbed, r_transposed, small
+from tests.resume.test_resume import assert_same, final
 
 Q = "model.layers.0.self_attn.q_proj"
 PRECISIONS = ("fp32", "bf16", "bf16_mixed")
@@ -31,7 +32,7 @@ PRECISIONS = ("fp32", "bf16", "bf16_mixed")
 def made(cfg: Config) -> tuple[Llama, State, Optimizer]:
     """A model that holds W, its B by exported names, and its optimizer."""
     model = build(cfg, VOCAB, CPU, STATE_DTYPE[cfg.precision.name])
-    b = {name: value.clone() for name, value in split(model, model.state_dict()).items()}
+    b = {name: value.clone() for name, value in working(model).items()}
     return model, b, new_optimizer(cfg, model)
 
 
@@ -75,14 +76,21 @@ def test_an_offset_starts_where_the_residual_starts():
 # B and W
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_weights_are_the_sum_rounded_once(precision):
-    cfg = small("cola", "dlr=on", f"precision={precision}")
+@pytest.mark.parametrize(("words", "precision"), [
+    *((f"cola dlr={dlr}", precision) for dlr in ("on", "learnable_alpha") for precision in PRECISIONS),
+    ("lost dlr=on backbone.rank=8 backbone.sparsity=0.2", "bf16"),
+    ("cola_lax dlr=on", "bf16"),
+])  # fmt: skip
+def test_weights_are_the_sum_rounded_once(words, precision):
+    """Those of the model and of the fold; each update sees B, bit for bit."""
+    cfg = small(*words.split(), f"precision={precision}")
     model, b, optimizer = made(cfg)
-    with optimizer.taken_out():  # and put in again
-        pass
-    found = working(model)
-    whole = folded(cfg, model, optimizer, keep=True)
+    for _ in range(2):
+        with optimizer.taken_out() as values:
+            seen = split(model, {name: value.clone() for name, value in values.items()})
+        assert seen.keys() - b.keys() == ({ALPHA} if cfg.dlr.learn_alpha else set())
+        assert all(torch.equal(seen[name], value) for name, value in b.items())
+    found, whole = working(model), folded(cfg, model, optimizer, keep=True)
     changed = 0
     for name, value in b.items():
         expected = value
@@ -93,31 +101,6 @@ def test_weights_are_the_sum_rounded_once(precision):
         assert torch.equal(found[name], expected.to(found[name].dtype)), name
         assert whole[name].dtype == value.dtype and torch.equal(whole[name], expected.to(value.dtype)), name
     assert changed == 14
-
-
-@pytest.mark.parametrize("dlr", ["on", "learnable_alpha"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_update_sees_b_bit_for_bit(precision, dlr):
-    model, b, optimizer = made(small("cola", f"dlr={dlr}", f"precision={precision}"))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(2):
-        with optimizer.taken_out() as values:
-            found = split(model, {name: value.clone() for name, value in values.items()})
-        assert found.keys() - b.keys() == ({ALPHA} if dlr == "learnable_alpha" else set())
-        assert all(torch.equal(found[name], value) for name, value in b.items())
-        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    assert not torch.equal(split(model, before)[f"{Q}.b.weight"].float(), b[f"{Q}.b.weight"].float())
-
-
-@pytest.mark.parametrize("variant", ["cola", "lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_folded_model_has_the_bits_of_training(precision, variant):
-    cfg = small(*variant.split(), "dlr=on", f"precision={precision}")
-    model, _, optimizer = made(cfg)
-    plain = build(small(*variant.split()), VOCAB, CPU, STATE_DTYPE[precision])
-    load_(plain, folded(cfg, model, optimizer, keep=True))
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
-    assert torch.equal(logits(plain), logits(model))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -225,12 +208,10 @@ def test_a_plain_loop_has_the_bits_of_the_trainer(precision):
 def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
     """Bit for bit, masters and all; the folded tensors are what the last forward multiplied by (checked by the run)."""
     given = ("backbone=cola", f"dlr={option}", f"precision={precision}", "train.steps=8", "train.lr=1e-3")
-    whole = load_file(train(tmp_path / "whole", *given) / "folded" / "model.safetensors")
+    whole = final(train(tmp_path / "whole", *given))
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *given, "train.stop_after=5")
-    parts = load_file(train(tmp_path / "parts", *given) / "folded" / "model.safetensors")
-    assert whole.keys() == parts.keys() and ALPHA not in whole
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert_same(final(train(tmp_path / "parts", *given)), whole)
 
 
 @pytest.mark.usefixtures("no_export")

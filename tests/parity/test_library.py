@@ -129,6 +129,9 @@ def test_the_loop_of_the_page_runs():
 
 
 def test_factors_are_the_truncated_svd_and_can_keep_the_output():
+    whole, before = Net(), loss_of(Net(), 0).item()
+    factorize_(whole, 16, "mlps.*")
+    assert loss_of(whole, 0).item() == pytest.approx(before, rel=1e-12)
     model = Net()
     weights = {name: m.weight.detach().clone() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     names = factorize_(model, RANK, "mlps.*")
@@ -154,13 +157,6 @@ def layer(d_in: int = 8, rank: int = 4, d_out: int = 10) -> nn.ModuleDict:
 def run(model: nn.ModuleDict) -> torch.Tensor:
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     return model["b"](torch.tanh(model["a"](x.to(model["a"].weight))))
-
-
-def test_factors_of_full_rank_keep_the_output_and_the_bias():
-    model, x = layer(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    expected = model["b"](x)
-    factorize_(model, 4, "b")
-    torch.testing.assert_close(model["b"](x), expected)
 
 
 @pytest.mark.parametrize("arguments", [
@@ -207,77 +203,60 @@ def test_a_learned_alpha_has_the_gradient_of_the_formula():
     assert not model["b"].weight.requires_grad
 
 
-def test_a_frozen_b_stays_frozen():
+def test_what_is_frozen_stays_frozen():
     model = layer()
     model["b"].weight.requires_grad_(False)
-    attach_dlr(model)
+    factorize_(model, 3, "b")
+    attach_dlr(model, match="b.b")
     run(model).sum().backward()
-    assert model["b"].parametrizations.weight.original.grad is None and model["a"].weight.grad.any()
+    assert model["b"].b.parametrizations.weight.original.grad is None and model["a"].weight.grad.any()
     fold_(model)
-    assert not model["b"].weight.requires_grad
+    assert not model["b"].a.weight.requires_grad and not model["b"].b.weight.requires_grad
 
 
-@pytest.mark.parametrize("kernels", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_an_optimizer_made_before_attach_dlr_trains_b(kernels):
+def test_an_optimizer_made_before_attach_dlr_trains_b():
     model, other = Net(), attached()
     factorize_(model, RANK, "mlps.*")
     parameters = set(model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, **kernels)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     attach_dlr(model)
     assert set(model.parameters()) == parameters
     train(model, optimizer)
-    train(other, torch.optim.AdamW(other.parameters(), lr=1e-3, weight_decay=0.1, **kernels))
+    train(other)
     require_equal(model, other, 1e-14)  # clipping adds up the gradients in another order
     fold_(model)
     assert set(model.parameters()) == parameters
 
 
-def test_copies_are_independent():
-    model = layer()
-    attach_dlr(model)
-    twin, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    fold_(twin)
-    assert torch.equal(run(model), run(twin))
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    fold_(model)
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-
-
-def test_an_averaged_model_folds_into_the_average():
+def test_an_averaged_copy_folds_by_itself_into_the_average():
     model = attached()
     averaged, expected = AveragedModel(model), 0
     for step in range(3):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=step + 1)
         averaged.update_parameters(model)
         expected = expected + model.mlps[0][0].b.weight.detach() / 3
+    before, shown = copy.deepcopy(model.state_dict()), loss_of(model, 0).item()
     fold_(averaged.module)
     torch.testing.assert_close(averaged.module.mlps[0][0].b.weight.detach(), expected)
-    assert loss_of(model, 0).requires_grad
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert loss_of(model, 0).item() == shown and fold_(model) == 4 and loss_of(model, 0).item() == shown
 
 
 def test_a_compiled_model_is_one_graph_and_trains_as_eager():
     model, eager = attached(learn_alpha=True), attached(learn_alpha=True)
-    torch._dynamo.reset()
-    train(torch.compile(model, backend="aot_eager", fullgraph=True))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    train(compiled)
     train(eager)
     require_equal(model, eager, 1e-14)
-    assert torch._dynamo.explain(model)(torch.zeros(2, 12).double()).graph_count == 1
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     shown = loss_of(compiled, 0).item()
     assert fold_(compiled) == 4 and loss_of(compiled, 0).item() == shown
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_bit(reentrant):
-    class Checkpointed(Net):
-        def forward(self, x):
-            x = self.embed(x)
-            for mlp in self.mlps:
-                x = x + checkpoint(lambda x, mlp=mlp: mlp(self.norm(x)), x, use_reentrant=reentrant)
-            return self.head(x)
-
     model, plain = attached(), attached()
-    model.__class__ = Checkpointed
+    forward = model.forward
+    model.forward = lambda x: checkpoint(forward, x.requires_grad_(), use_reentrant=reentrant)
     assert train(model) == train(plain)
     require_equal(model, plain)
 
@@ -333,40 +312,27 @@ def tied() -> nn.ModuleDict:
     return model
 
 
+class Packed(nn.Parameter):
+    pass
+
+
+def weighing(weight: nn.Parameter) -> nn.ModuleDict:
+    model = layer()
+    model["b"].weight = weight
+    return model
+
+
 def computed() -> nn.ModuleDict:
-    model = layer()
-    nn.utils.parametrizations.weight_norm(model["b"])
-    return model
-
-
-def quantised() -> nn.ModuleDict:
-    model = layer()
-    model["b"].weight = nn.Parameter(torch.zeros(10, 4, dtype=torch.int8), requires_grad=False)
-    return model
-
-
-def of_a_subclass() -> nn.ModuleDict:
-    class Packed(nn.Parameter):
-        pass
-
-    model = layer()
-    model["b"].weight = Packed(torch.zeros(10, 4))
-    return model
-
-
-def twice() -> nn.ModuleDict:
-    model = layer()
-    attach_dlr(model)
-    return model
+    return nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.utils.parametrizations.weight_norm(nn.Linear(4, 10))})
 
 
 @pytest.mark.parametrize(("make", "arguments", "message"), [
     (tied, {}, r"one\.b\.weight and two\.b\.weight are one parameter"),
     (computed, {}, "b: its weight is computed from others"),
-    (quantised, {}, "b: its weight is computed from others, or quantised"),
-    (of_a_subclass, {}, "b: its weight is computed from others, or quantised"),
+    (lambda: weighing(nn.Parameter(torch.zeros(10, 4, dtype=torch.int8), False)), {}, "b: its weight .* or quantised"),
+    (lambda: weighing(Packed(torch.zeros(10, 4))), {}, "b: its weight is computed from others, or quantised"),
     (lambda: layer().to("meta"), {}, "b is on the meta device: call attach_dlr when"),
-    (twice, {}, "b has a residual already"),
+    (attached, {}, "b has a residual already"),
     (nn.ReLU, {}, "no up-projection"),
     (layer, {"match": "*.nothing"}, "no up-projection"),
     (layer, {"match": "*"}, "a is no up-projection: it maps 8 to 4 features"),
@@ -380,16 +346,6 @@ def test_what_cannot_carry_a_residual_is_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         attach_dlr(model, **arguments)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-def test_fold_without_a_residual_is_refused():
-    model = layer()
-    with pytest.raises(ValueError, match="no residual: attach_dlr was not called"):
-        fold_(model)
-    attach_dlr(model)
-    fold_(model)
-    with pytest.raises(ValueError, match="fold_ was called already"):
-        fold_(model)
 
 
 @pytest.mark.parametrize(("given", "into", "message"), [
@@ -427,10 +383,6 @@ def test_a_state_is_loaded_and_saved_as_tensors(arguments):
     assert loss_of(folded, 0).item() == loss_of(other, 0).item()
 
 
-# ----------------------------------------------------------------------------------------------------
-# What cannot be factorised or multiplied out
-
-
 @pytest.mark.parametrize(("make", "given", "message"), [
     (layer, {"rank": 9, "match": "b"}, r"rank=9: b has a weight of shape \[10, 4\]"),
     (layer, {"rank": 0, "match": "b"}, "rank=0"),
@@ -442,13 +394,16 @@ def test_what_cannot_be_factorised_is_refused(make, given, message):
         factorize_(make(), **given)
 
 
-def test_what_is_not_folded_is_not_multiplied_out():
+def test_nothing_is_folded_or_multiplied_out_twice_or_too_early():
     model = layer()
+    with pytest.raises(ValueError, match="no residual: attach_dlr was not called"):
+        fold_(model)
     with pytest.raises(ValueError, match="no layers of factorize_"):
         multiply_(model)
-    model["b"].weight.requires_grad_(False)
     factorize_(model, 3, "b")
-    assert not model["b"].a.weight.requires_grad and not model["b"].b.weight.requires_grad  # frozen ones stay frozen
     attach_dlr(model, match="b.b")
     with pytest.raises(ValueError, match=r"b: call fold_ first"):
         multiply_(model)
+    fold_(model)
+    with pytest.raises(ValueError, match="fold_ was called already"):
+        fold_(model)
