@@ -5,13 +5,16 @@ A command's flags are in the program's help, and its overrides compose. docs/ext
 
 from __future__ import annotations
 
+import io
 import re
+import runpy
 import shlex
 import subprocess
-import sys
+from contextlib import redirect_stdout
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -46,10 +49,12 @@ def program(words: list[str]) -> int:
 
 
 @cache
-def flags(*command: str) -> set[str]:
-    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout))
+def flags(name: str, is_module: bool) -> set[str]:
+    """The flags in a program's help, asked in this process."""
+    said = io.StringIO()
+    with redirect_stdout(said), patch("sys.argv", [name, "--help"]), pytest.raises(SystemExit, match="0"):
+        runpy.run_module(name, run_name="__main__") if is_module else runpy.run_path(ROOT / name, run_name="__main__")
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", said.getvalue()))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_a_command_is_understood(command):
     own = [word for word in rest if not word.startswith("-")]
     if not name.endswith("train.sbatch") and Path(name).stem != "train":
         given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
-        assert given <= flags(*(("-m", name) if words[at - 1] == "-m" else (name,)))
+        assert given <= flags(name, words[at - 1] == "-m")
     else:
         own = rest
     if Path(name).stem in OVERRIDES:

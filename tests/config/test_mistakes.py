@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import GROUPS, ConfigError, to_dict
-from dlr_pretrain.config.command_line import check, read
+from dlr_pretrain.config import GROUPS, to_dict
 from dlr_pretrain.config.problems import nearest, synonyms
 from dlr_pretrain.config.tree import KEYS
 from dlr_pretrain.config.written import all_keys
+from tests.config.test_command_line import SMALL, problems
 from tests.conftest import ROOT
 
 SETTABLE = {name: key.kinds() for name, key in KEYS.items() if not key.fixed}
 KNOWN = {*GROUPS, *all_keys(to_dict(load(["backbone=cola"], machine=False)))}
-
-
-def refusal(*words: str, ranks: int = 1) -> list[str]:
-    """The problems of a command line; where it does not say otherwise, of a tiny model on sample text."""
-    with pytest.raises(ConfigError) as caught:
-        check(read(["scale=tiny", "data=sample", "logger=jsonl", *words]), ranks)
-    return list(dict.fromkeys(map(str, caught.value.problems)))
+refusal = partial(problems, *SMALL)
 
 
 MISTAKES = {  # a command line, and what the one line about it names
@@ -109,19 +104,14 @@ def test_a_mistake_is_told_with_its_fix(line, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["None", "none", "NONE", "'null'", "~", "", "''", "' '"])
-def test_null_has_no_other_spelling(value):
-    may_be_null = [name for name, (_, _, optional) in SETTABLE.items() if optional]
-    found = refusal(*(f"{name}={value}" for name in may_be_null))
-    assert [problem.partition("=")[0] for problem in found] == may_be_null
+def test_null_has_no_other_spelling_and_no_text_is_empty(value):
     plain = value.strip("'")
-    assert [problem for problem in found if f"={plain}: must be" not in problem or ". Write null" not in problem] == []
-
-
-@pytest.mark.parametrize("value", ["", "''", "' '"])
-def test_no_text_is_empty(value):
-    texts = [name for name, (kind, _, _) in SETTABLE.items() if kind is str]
-    found = refusal(*(f"{name}={value}" for name in texts))
-    assert [problem.partition("=")[0] for problem in found] == texts
+    may_be_null = {name: optional for name, (kind, _, optional) in SETTABLE.items() if optional or kind is str}
+    names = [name for name, optional in may_be_null.items() if optional or not plain.strip()]
+    found = refusal(*(f"{name}={value}" for name in names))
+    for name, problem in zip(names, found, strict=True):
+        assert problem.startswith(f"{name}={plain}: must be")
+        assert ". Write null" in problem or not may_be_null[name]
 
 
 def test_all_mistakes_of_a_command_line_are_told_at_once():
@@ -171,4 +161,4 @@ def test_what_can_be_is_accepted():
         "backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
         "run.dir=./None tokenizer.path=NULL checkpoint.keep_every=Null train.activation_checkpointing=none",
     ):
-        load(["scale=tiny", "data=sample", "logger=jsonl", *words.split()])
+        load([*SMALL, *words.split()])
