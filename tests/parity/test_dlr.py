@@ -144,56 +144,46 @@ def test_compiled_put_in_has_the_bits_of_the_eager_one(dtype, with_masters, dlr)
 # The trainer and a plain loop
 
 
-class Plain(nn.Module):
-    """The tensors of an exported model, each B in a linear layer, to which ``attach_dlr`` adds the residual."""
-
-    def __init__(self, exported: State):
-        super().__init__()
-        self.others, self.ups = nn.ParameterDict(), nn.ModuleDict()
-        for name, value in exported.items():
-            key = name.replace(".", "/")
-            if name.endswith(".b.weight"):
-                self.ups[key] = nn.Linear(value.shape[1], value.shape[0], bias=False, dtype=value.dtype)
-                self.ups[key].weight.data.copy_(value)
-            else:
-                self.others[key] = nn.Parameter(value.clone())
-
-    def exported(self) -> State:
-        """What a forward pass multiplies by."""
-        weights = dict(self.others.items()) | {key: linear.weight for key, linear in self.ups.items()}
-        return {key.replace("/", "."): weight for key, weight in weights.items()}
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plain_loop_has_the_bits_of_the_trainer(precision):
-    """Of the trainer it takes the products alone, whose sums may be ordered as they like: 50 updates of every B."""
+    """50 updates of every B, each in a linear layer that ``attach_dlr`` adds the residual to. Of the trainer the loop
+    takes the products alone, whose sums may be ordered as they like.
+    """
     batch_of = ("train.global_batch=2", "train.micro_batch=2", "train.seq_len=8", "train.clip=null")
     cfg = small("cola", "dlr=on", "compile=false", "device=cpu", f"precision={precision}", *batch_of)
     products, start, _ = made(cfg)
-    plain, options = Plain(start), cfg.optimizer
-    assert len(attach_dlr(plain, match="ups.*")) == 14
-    betas = (options.beta1, options.beta2)
-    adamw = torch.optim.AdamW(plain.parameters(), 0.01, betas, options.eps, options.weight_decay, fused=True)
+    others = {name: nn.Parameter(value.clone()) for name, value in start.items() if not name.endswith(".b.weight")}
+    ups, options = nn.ModuleDict(), cfg.optimizer
+    for name in start.keys() - others.keys():
+        ups[name.replace(".", "/")] = nn.Linear(*start[name].shape[::-1], bias=False)
+        ups[name.replace(".", "/")].weight = nn.Parameter(start[name].clone())
+
+    def weights() -> State:
+        return others | {key.replace("/", "."): linear.weight for key, linear in ups.items()}
+
+    assert len(attach_dlr(ups, match="*")) == 14
+    trained, betas = [*others.values(), *ups.parameters()], (options.beta1, options.beta2)
+    adamw = torch.optim.AdamW(trained, 0.01, betas, options.eps, options.weight_decay, fused=True)
     with Ranks(cfg) as ranks:
         update, batch = trial(cfg, ranks, VOCAB), random_batch(cfg, ranks, VOCAB)
         ids, targets = batch.tokens[:, :-1], batch.tokens[:, 1:].long()
         for index in range(50):
             update(batch, index, lr=0.01)
-            weights = plain.exported()
-            load_(products, {name: weight.detach() for name, weight in weights.items()})
+            formed = weights()
+            load_(products, {name: weight.detach() for name, weight in formed.items()})
             (products(ids, targets) / torch.tensor(targets.numel())).backward()
             gradients = split(products, {name: p.grad for name, p in products.named_parameters()})
-            torch.autograd.backward(list(weights.values()), [gradients[name] for name in weights])
+            torch.autograd.backward(list(formed.values()), [gradients[name] for name in formed])
             adamw.step()
             adamw.zero_grad(), products.zero_grad()
     with update.optimizer.taken_out() as values:
         b = {name: value.clone() for name, value in split(update.model, values).items()}
-    for key, linear in plain.ups.items():
+    for key, linear in ups.items():
         name = key.replace("/", ".")
         assert torch.equal(linear.parametrizations.weight.original, b[name]) and not torch.equal(b[name], start[name])
-    assert fold_(plain) == 14
+    assert fold_(ups) == 14
     found = working(update.model)
-    assert all(torch.equal(weight, found[name]) for name, weight in plain.exported().items())
+    assert all(torch.equal(weight, found[name]) for name, weight in weights().items())
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -22,12 +21,11 @@ from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
 from dlr_pretrain.models import build
 from dlr_pretrain.models.adapter import load_, split
-from dlr_pretrain.models.layer import named_layers
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from tests.conftest import main_of, saved
-from tests.parity.reference import CPU, VOCAB, r_transposed, small
+from tests.parity.reference import CPU, VOCAB, disturbed, small
 
 FILE = "model.safetensors"
 
@@ -66,16 +64,8 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none(train, tmp_path, fold):
     assert "fails its checksum" in fold(checkpoint)[2]
 
 
-def add_copies(layer, expand, z):
-    """The outputs of a layer, with beta R^T z added entry by entry."""
-    d_out, rank = layer.parts["b"].shape
-    r, beta = r_transposed(d_out, rank), 1 / math.sqrt(math.ceil(d_out / rank))
-    padded = F.pad(r, (0, 0, 0, layer.spec.pad_out - d_out))
-    return tuple(y + beta * z_p @ padded.T for y, z_p in zip(expand(z), z.unbind(-2), strict=True))
-
-
 def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path, fold, monkeypatch):
-    """Before: the residual as a second product beside B, entry by entry. After: the tensors in the folder."""
+    """Before: the residual as a second product beside B. After: the tensors in the folder."""
     run_dir = train(tmp_path / "run", "backbone=lowrank", "dlr=on", "train.steps=3", "train.lr=0.1")
     checkpoint, cfg = run_dir / "checkpoints" / "step_00000003", parse(read_config(run_dir))
     few = replace(cfg, eval=replace(cfg.eval, tokens=300))
@@ -84,8 +74,7 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path,
     scored = targets != -100
     before = Llama(cfg, 120)
     before.load_state_dict({n: t for n, t in saved(checkpoint).items() if n in before.state_dict()})
-    for _, layer in named_layers(before):
-        layer.expand = partial(add_copies, layer, layer.expand)
+    branch_(before, cfg.dlr)
     for form in ((), ("--dense",), ("--dtype", "bfloat16")):
         folder = tmp_path / f"folded{form}"
         assert fold(checkpoint, "--tokens", 300, "--output", folder, *form)[0] == 0
@@ -169,9 +158,7 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
 ])  # fmt: skip
 def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words):
     cfg = small(backbone, *words)
-    model = build(cfg, VOCAB, CPU).double().requires_grad_(False)
-    for p in split(model, dict(model.named_parameters())).values():
-        p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
+    model = disturbed(cfg).requires_grad_(False)
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
     tensors = fold_module.folded_tensors(cfg, model.state_dict())
     branch_(model, cfg.dlr)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import write_weights
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import Llama
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.train import checkpoint
@@ -34,11 +34,7 @@ def exported(model: Llama) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def dense():
     """A full-rank model in fp32, its norms not one."""
-    model = build(small("full"), VOCAB, CPU).requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    for p in exported(model).values():
-        p.copy_(torch.randn(p.shape, generator=generator) / 6 if p.dim() > 1 else 0.5 + torch.rand(p.shape))
-    return model
+    return disturbed(small("full"), torch.float32).requires_grad_(False)
 
 
 @pytest.fixture
