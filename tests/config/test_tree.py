@@ -13,7 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, identity, parse, to_dict
 from dlr_pretrain.config.command_line import default_choices
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences, options_class
+from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
 
@@ -133,14 +133,3 @@ def test_every_option_is_named_as_its_file_and_quotes_its_switches():
         if group in COMPOSED and group != "data":
             own = tree["scale"] if group == "scale" else tree
             assert own["view" if group == "logger" else "name"] == path.stem
-
-
-@pytest.mark.full
-def test_every_shape_composes():
-    shapes = itertools.product(OPTION_FILES["scale"], OPTION_FILES["backbone"])
-    for (scale, backbone), dlr in zip(shapes, itertools.cycle(OPTION_FILES["dlr"]), strict=False):
-        carries = options_class("backbone", option("backbone", backbone)).factorized
-        words = [f"dlr={dlr}"] if carries else []
-        cfg = load([f"scale={scale}", f"backbone={backbone}", *words, "data=sample", "logger=jsonl"], machine=False)
-        assert (cfg.scale.name, cfg.backbone.name) == (scale, backbone)
-        assert cfg.run.dir.startswith(f"runs/{scale}-{backbone}-dlr_{dlr if carries else 'off'}-sample-")

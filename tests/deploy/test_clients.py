@@ -53,35 +53,22 @@ def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits.float()
 
 
-def falls(trainer) -> None:
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
-
-
-def trl_sft(folder: Path, tmp_path: Path) -> None:
-    from trl import SFTConfig, SFTTrainer
-
-    model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    rows = Dataset.from_list([{"text": text} for text in TEXTS])
-    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TRAINING), train_dataset=rows, processing_class=tokenizer)
-    falls(trainer)
-    trainer.save_model(str(tmp_path / "trained"))
-    assert torch.equal(logits(load(tmp_path / "trained"), ids_of(folder)), logits(model.eval(), ids_of(folder)))
-
-
 def trl_dpo(folder: Path, tmp_path: Path) -> None:
     from trl import DPOConfig, DPOTrainer
 
-    rows = [{"prompt": "the house", "chosen": text, "rejected": "a wide one"} for text in TEXTS]
+    rows, model = [{"prompt": "the house", "chosen": text, "rejected": "a wide one"} for text in TEXTS], load(folder)
     trainer = DPOTrainer(
-        load(folder),
+        model,
         ref_model=load(folder),  # TRL's own would ask for trust_remote_code
         args=DPOConfig(str(tmp_path), **TRAINING),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
     )
-    falls(trainer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
+    trainer.save_model(str(tmp_path / "trained"))
+    assert torch.equal(logits(load(tmp_path / "trained"), ids_of(folder)), logits(model.eval(), ids_of(folder)))
 
 
 def peft(folder: Path, tmp_path: Path) -> None:
@@ -177,8 +164,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     assert buffers <= {"inv_freq", "original_inv_freq", *(["channels"] if folder.name == "lost" else [])}
 
 
-CLIENTS = (trl_sft, trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command,
-           spread_over_devices, vllm_requirements)  # fmt: skip
+CLIENTS = (trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command, spread_over_devices, vllm_requirements)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -24,23 +24,6 @@ from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from slurm.submit import main
 from tests.conftest import ROOT
 from tests.unit.test_heartbeat import write_beat
-
-
-@pytest.fixture
-def scheduler(tmp_path, monkeypatch):
-    """A folder on PATH with an sbatch that writes its arguments to ``asked`` and gives job 70, and a squeue that prints
-    the file ``queue``."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "queue").write_text("")
-    does = {"sbatch": f"printf '%s\\n' \"$@\" > {folder}/asked; echo 70", "squeue": f"cat {folder}/queue"}
-    for name, what in does.items():
-        (folder / name).write_text(f"#!/bin/sh\n{what}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.delenv("RANKS_PER_NODE", raising=False)
-    monkeypatch.chdir(ROOT)
-    return folder
 
 
 @pytest.fixture
@@ -184,10 +167,11 @@ def test_a_run_that_does_not_say_how_it_ended_is_told_by_the_queue_its_heartbeat
     assert status_of(run, {}) == Status("failed", "it ended without a word", 10, 3.9)
 
 
-def test_the_batch_scripts_ask_for_a_run_and_for_what_it_has_saved(tmp_path):
+def test_batch_scripts_ask_for_a_run_and_for_what_it_has_saved(tmp_path, capsys):
     def asked(module: str, *words: str) -> str:
-        command = [sys.executable, "-m", f"dlr_pretrain.launch.{module}", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+        with patch("sys.argv", [module, *words]), pytest.raises(SystemExit):
+            runpy.run_path(ROOT / f"dlr_pretrain/launch/{module}.py", run_name="__main__")
+        return capsys.readouterr().out
 
     path = tmp_path / "my.runs"
     path.write_text("# first\nseed=1\n\n'data.text_key=a b' seed=2\n")

@@ -6,8 +6,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -19,10 +17,7 @@ from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_lines, read_tab
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED
 from scripts.tune import main
-from tests.conftest import ROOT
-from tests.unit.test_launch import scheduler
 
-__all__ = ["scheduler"]
 METHODS, RATES = ["one", "two"], [0.001, 0.003, 0.01]
 TWO = {"methods": METHODS, "rates": RATES, "seeds": [1, 2, 3], "fresh": []}
 
@@ -246,11 +241,8 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, 
 
 
 @pytest.mark.full
-def test_the_command_trains_diverges_and_compares(given, tmp_path):
+def test_the_command_trains_diverges_and_compares(command, tmp_path):
     """Real processes: a rate at which it learns, and one at which the first updates are not finite."""
-    words = given("train.steps=4", "backbone=cola", "train.lr=0.003,1e30", "seed=1", "--local", "--limit", "2")
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "tune.py"), *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "tune.json").read_text())
+    found = command("train.steps=4", "backbone=cola", "train.lr=0.003,1e30", "seed=1", "--limit", "2")
     assert [t["state"] for t in found["trials"]] == ["complete", "diverged"]
     assert found["chosen"]["cola"]["lr"] == 0.003 and (tmp_path / "out" / "curve.png").exists()
