@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def folders(tmp_path_factory, rows) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
     texts = [context + choice for task in rows for row in rows[task] for context, choice in asked(task, row)[0]]
     spiece = tokenizer_of(root / "tokenizer", texts + ["no yes A B C D"] * len(texts), pieces=95)
-    return [exported(root / f"{seed}", spiece, of_kind("cola"), seed=seed) for seed in (1, 2)]
+    return [exported(root / f"{seed}", spiece, replace(of_kind("cola"), seed=seed)) for seed in (1, 2)]
 
 
 @pytest.mark.parametrize("as_in_paper", [False, True], ids=["plain", "as_in_paper"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -217,12 +218,16 @@ def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> C
     return load([*words, *overrides])
 
 
+def with_checkpointing(cfg: Config, mode: str) -> Config:
+    return replace(cfg, train=replace(cfg.train, activation_checkpointing=mode))
+
+
 @torch.no_grad()
-def disturbed(cfg: Config, dtype: torch.dtype = torch.float64) -> Llama:
+def disturbed(cfg: Config, dtype: torch.dtype = torch.float64, vocabulary: int = VOCAB) -> Llama:
     """The model of ``cfg``, with noise on what starts constant (norms, biases, a B of zeros): the start would hide a
     term. The embedding has unit scale: at 0.02 the first norm multiplies rounding errors by 50.
     """
-    model, generator = build(cfg, VOCAB, CPU, dtype), torch.Generator().manual_seed(9)
+    model, generator = build(cfg, vocabulary, CPU, dtype), torch.Generator().manual_seed(9)
     model.model.embed_tokens.weight.mul_(50)
     for p in split(model, {name: p for name, p in model.named_parameters() if p.requires_grad}).values():
         if (p == p.flatten()[0]).all():

@@ -12,7 +12,7 @@ from torch import nn
 
 from dlr_pretrain.models import Llama, build, sltrain
 from dlr_pretrain.models.layer import Spec
-from tests.parity.reference import CPU, VOCAB, Operations, small
+from tests.parity.reference import CPU, VOCAB, Operations, small, with_checkpointing
 
 
 def kept_by(act: Callable[[], object], model: nn.Module) -> list[torch.UntypedStorage]:
@@ -42,8 +42,8 @@ def test_a_block_keeps_latents_and_the_residual_stream(variant, latent, block):
     """From one block more, so that what the whole model keeps does not count."""
 
     def by_a_block(mode: str) -> float:
-        words = (*variant.split(), f"train.activation_checkpointing={mode}")
-        more, fewer = (kept(build(small(*words, layers=layers), VOCAB, CPU)) for layers in (4, 3))
+        configurations = (with_checkpointing(small(*variant.split(), layers=layers), mode) for layers in (3, 2))
+        more, fewer = (kept(build(cfg, VOCAB, CPU)) for cfg in configurations)
         return more - fewer
 
     assert (by_a_block("latent"), by_a_block("block")) == (latent, block)

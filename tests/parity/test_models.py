@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,7 +19,7 @@ from dlr_pretrain.models.llama import padded as padded_width
 from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.train.state import new_optimizer
 from dlr_pretrain.util.tensors import ALPHA, IGNORE
-from tests.parity.reference import VOCAB, State, disturbed, formula_loss, small
+from tests.parity.reference import VOCAB, State, disturbed, formula_loss, small, with_checkpointing
 
 LENGTHS = (5, 1, 9, 2, 7)  # of documents, with </s>; one is empty
 MANY = "backbone.sparsity=0.2"  # 6 of 32 channels and 18 of 91: the projections of a layer share some
@@ -119,7 +118,7 @@ def test_what_a_block_keeps_for_backward_changes_no_bit(case):
     cfg = of(case)
     losses, gradients = step(disturbed(cfg))
     for mode in ("latent", "block"):
-        again, same = step(disturbed(replace(cfg, train=replace(cfg.train, activation_checkpointing=mode))))
+        again, same = step(disturbed(with_checkpointing(cfg, mode)))
         assert again == losses and all(torch.equal(g, same[name]) for name, g in gradients.items()), mode
 
 
