@@ -9,9 +9,8 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.deploy.export import export
-from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.llama import Llama
-from tests.parity.reference import disturbed, small
+from tests.parity.reference import disturbed, small, weights
 
 KINDS = {  # a backbone, and what is special about it
     "full": (),
@@ -40,7 +39,7 @@ def trained(cfg: Config, rows: int) -> Llama:
 
 def exported(folder: Path, spiece: Path, cfg: Config, rows: int = 100) -> Path:
     model = trained(cfg, rows)
-    export(folder, cfg, split(model, model.state_dict()), spiece, {"step": 1})
+    export(folder, cfg, weights(model), spiece, {"step": 1})
     return folder
 
 

@@ -218,6 +218,11 @@ def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> C
     return load([*words, *overrides])
 
 
+def weights(model: Llama) -> State:
+    """What a checkpoint of the model exports, by its names."""
+    return split(model, model.state_dict())
+
+
 def with_checkpointing(cfg: Config, mode: str) -> Config:
     return replace(cfg, train=replace(cfg.train, activation_checkpointing=mode))
 

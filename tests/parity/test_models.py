@@ -19,7 +19,7 @@ from dlr_pretrain.models.llama import padded as padded_width
 from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.train.state import new_optimizer
 from dlr_pretrain.util.tensors import ALPHA, IGNORE
-from tests.parity.reference import VOCAB, State, disturbed, formula_loss, small, with_checkpointing
+from tests.parity.reference import VOCAB, State, disturbed, formula_loss, small, weights, with_checkpointing
 
 LENGTHS = (5, 1, 9, 2, 7)  # of documents, with </s>; one is empty
 MANY = "backbone.sparsity=0.2"  # 6 of 32 channels and 18 of 91: the projections of a layer share some
@@ -88,7 +88,7 @@ def test_losses_and_gradients_are_the_formulas(case):
     """The model multiplies by W = B + beta R^T, and the formula is given B."""
     cfg = of(case)
     model = disturbed(cfg)
-    state = leaves(split(model, model.state_dict()))
+    state = leaves(weights(model))
     optimizer = new_optimizer(cfg, model)
     if cfg.dlr.learn_alpha:
         with optimizer.taken_out() as values:
@@ -106,7 +106,7 @@ def test_the_residual_as_a_branch_is_the_formula(case):
     """In a model that holds B."""
     cfg = of(case)
     model = disturbed(cfg)
-    state = split(model, model.state_dict())
+    state = weights(model)
     if cfg.dlr.learn_alpha:
         state[ALPHA] = 1 + torch.randn(14, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) / 3
     branch_(model, cfg.dlr, state.get(ALPHA))

@@ -21,11 +21,10 @@ from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import MODELING, export, exported_keys, need, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
-from dlr_pretrain.models import Llama
-from dlr_pretrain.models.adapter import split
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
-from tests.deploy.models import KINDS, of_kind, trained
+from tests.deploy.models import KINDS, exported, of_kind, trained
+from tests.parity.reference import weights
 
 ROWS = PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
@@ -41,10 +40,6 @@ def spiece(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     return torch.randint(3, ROWS, (2, 24), generator=torch.Generator().manual_seed(5))
-
-
-def weights(model: Llama) -> dict[str, torch.Tensor]:
-    return split(model, model.state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,8 +168,7 @@ def test_a_difference_is_found(tmp_path, spiece, ids, monkeypatch):
 
 
 def test_what_is_no_export_or_no_longer_one_is_refused_by_name(tmp_path, spiece):
-    folder = tmp_path / "folded"
-    export(folder, COLA, weights(trained(COLA, ROWS)), spiece, RECORD)
+    folder = exported(tmp_path / "folded", spiece, COLA, ROWS)
     with pytest.raises(UserError, match=r"has no config\.json.*Name a folder that an export wrote.*for a checkpoint"):
         open_folder(tmp_path)
     sound, config = load_file(folder / WEIGHTS), json.loads((folder / "config.json").read_text())

@@ -20,12 +20,12 @@ from dlr_pretrain.data import inputs_and_targets, load_tokenizer, open_source, v
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
 from dlr_pretrain.models import build
-from dlr_pretrain.models.adapter import load_, split
+from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from tests.conftest import main_of, saved
-from tests.parity.reference import CPU, VOCAB, disturbed, small
+from tests.parity.reference import CPU, VOCAB, disturbed, small, weights
 
 FILE = "model.safetensors"
 
@@ -175,7 +175,7 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
     model = build(cfg, VOCAB, CPU, torch.bfloat16).requires_grad_(False)
     for p in model.parameters():
         p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    own, name = split(model, model.state_dict()), "model.layers.1.mlp.up_proj"
+    own, name = weights(model), "model.layers.1.mlp.up_proj"
     _, tensors = deployed(cfg, own, merge=True)
     exact = 0.3 * (own[f"{name}.b.weight"].double() @ own[f"{name}.a.weight"].double())
     found = tensors[f"{name}.weight"]
@@ -188,4 +188,4 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
 def test_layers_that_are_no_matrix_are_not_merged(backbone):
     with pytest.raises(UserError, match=r"layers are not a single matrix: they cannot be merged"):
         model = build(small(backbone), VOCAB, CPU)
-        deployed(small(backbone), split(model, model.state_dict()), merge=True)
+        deployed(small(backbone), weights(model), merge=True)

@@ -15,6 +15,7 @@ from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRa
 from dlr_pretrain.models.adapter import split
 from tests.conftest import on_ranks
 from tests.deploy.models import KINDS, of_kind, trained
+from tests.parity.reference import weights
 
 ROWS = 60
 FACTORISED = [kind for kind in KINDS if kind != "full"]
@@ -24,7 +25,7 @@ CROSSED = ("lax", "lax-dense", "cola_lax")
 def exported(kind: str) -> LowRankLlamaForCausalLM:
     model = LowRankLlamaForCausalLM(LowRankLlamaConfig(**model_config(of_kind(kind), ROWS, torch.float32)))
     ours = trained(of_kind(kind), ROWS)
-    model.load_state_dict(split(ours, ours.state_dict()))
+    model.load_state_dict(weights(ours))
     return model
 
 

@@ -21,14 +21,10 @@ from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.state import new_model, new_optimizer
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
-from tests.parity.reference import CPU, VOCAB, disturbed, small
+from tests.parity.reference import CPU, VOCAB, disturbed, small, weights
 from tests.resume.test_resume import assert_same, final
 
 FILE = "model.safetensors"
-
-
-def exported(model: Llama) -> dict[str, torch.Tensor]:
-    return split(model, model.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +35,7 @@ def dense():
 
 @pytest.fixture
 def folder(dense, tmp_path):
-    write_weights(tmp_path, exported(dense))
+    write_weights(tmp_path, weights(dense))
     return tmp_path
 
 
@@ -76,7 +72,7 @@ def test_the_start_computes_what_the_dense_model_computes(dense, folder, ids, ba
 def test_the_start_computes_what_the_exported_model_computes(tmp_path, ids, words):
     """With a residual, B starts less it; the channels of lost are taken over."""
     source = disturbed(small(words[0], "seed=1"), torch.float32).requires_grad_(False)
-    write_weights(tmp_path, exported(source))
+    write_weights(tmp_path, weights(source))
     found = started(small(*words, "precision=fp32"), tmp_path).logits(ids)
     torch.testing.assert_close(found, source.double().logits(ids), rtol=1e-12, atol=1e-12)
 
@@ -84,7 +80,7 @@ def test_the_start_computes_what_the_exported_model_computes(tmp_path, ids, word
 def test_shards_are_read_as_one_file_is(dense, folder, tmp_path):
     whole = dense_start(folder, small("full"))
     (tmp_path / "shards").mkdir()
-    write_weights(tmp_path / "shards", exported(dense), shard_bytes=20_000)
+    write_weights(tmp_path / "shards", weights(dense), shard_bytes=20_000)
     start = dense_start(tmp_path / "shards", small("full"))
     assert start.files.keys() == whole.files.keys() and len(set(start.files.values())) > 1
     assert all(torch.equal(start.read(name), whole.read(name)) for name in whole.files)
@@ -135,13 +131,13 @@ def test_a_run_starts_from_the_export_of_another(train, tmp_path):
     source = train(tmp_path / "dense", "backbone=full", "train.steps=3") / "folded"
     choice = ("backbone=lora", f"run.start_from={source}", "train.steps=4", "precision=bf16_mixed")
     whole = final(train(tmp_path / "whole", *choice))
-    weights = load_file(source / FILE)
+    start = load_file(source / FILE)
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *choice, "train.stop_after=2")
     state = checkpoint.load(tmp_path / "parts" / "checkpoints" / "step_00000002").model
     cfg = small("lora")
     own = split(Llama(cfg, VOCAB), {name: stored.whole() for name, stored in state.items()})
     frozen = [name for name in own if name.endswith("_proj.weight")]
-    assert len(frozen) == 14 and all(torch.equal(own[name], weights[name]) for name in frozen)
+    assert len(frozen) == 14 and all(torch.equal(own[name], start[name]) for name in frozen)
     source.rename(tmp_path / "away")  # a resumed run does not need it
     assert_same(final(train(tmp_path / "parts", *choice)), whole)
