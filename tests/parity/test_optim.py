@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,30 +14,21 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import OptimizerOptions
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import build
 from dlr_pretrain.models.adapter import split
-from dlr_pretrain.optim import adamw, galore, muon
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.optim.loro import Options as LoroOptions
 from dlr_pretrain.optim.loro import retract
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import MATRICES
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA
-from tests.parity.reference import VOCAB, small
+from tests.parity.reference import CPU, VOCAB, small
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
-GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
-CHOICES: dict[str, tuple[type[OptimizerOptions], dict]] = {
-    "adamw": (adamw.Options, ADAM),
-    "adamw_foreach": (adamw.ForeachOptions, ADAM),
-    "adamw_8bit": (adamw.EightBitOptions, ADAM | {"block_size": 256}),
-    "galore": (galore.Options, GALORE),
-    "fira": (galore.FiraOptions, GALORE | {"limiter": 1.01}),
-    "loro": (LoroOptions, ADAM | {"schedule": "loro", "exact_every": 4, "restart_warmup": 2, "shift": None}),
-    "muon": (muon.Options, ADAM | {"momentum": 0.95, "ns_steps": 5}),
-}
+GALORE = {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
+CHOICES: dict[str, dict] = {name: {} for name in ("adamw", "adamw_foreach", "adamw_8bit", "muon")}
+CHOICES |= {"galore": GALORE, "fira": GALORE | {"limiter": 1.01}, "loro": {"exact_every": 4, "restart_warmup": 2}}
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 LAYER = "model.layers.0."
 
@@ -49,11 +41,15 @@ def eager():
     torch.compiler.set_stance("default")
 
 
+def config_of(name: str) -> Config:
+    backbone = "lowrank" if name == "loro" else "full"
+    return small(backbone, f"optimizer={name}", "device=cpu", "compile=false")
+
+
 def chosen(name: str, **given) -> OptimizerOptions:
     if name == "adamw_8bit":
         pytest.importorskip("torchao")
-    options, defaults = CHOICES[name]
-    return options(name=name, **defaults | given)
+    return replace(config_of(name).optimizer, **ADAM | CHOICES[name] | given)
 
 
 @pytest.fixture(params=CHOICES)
@@ -399,15 +395,11 @@ def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
         assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / zero.numel()))
 
 
-def model_for(name: str) -> tuple[Config, Llama]:
-    cfg = small("lowrank" if name == "loro" else "full", f"optimizer={name}", "device=cpu", "compile=false")
-    return cfg, build(cfg, VOCAB, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("name", ["adamw", "galore", "fira", "loro", "muon"])
 def test_a_fused_parameter_is_updated_matrix_by_matrix(name):
     """To the bits of parameters of their own; padding stays zero."""
-    choice, (_, fused), generator = chosen(name), model_for(name), torch.Generator().manual_seed(1)
+    choice, fused = chosen(name), build(config_of(name), VOCAB, CPU)
+    generator = torch.Generator().manual_seed(1)
     of_split = partial(split, fused)
     own = {name: p.detach().clone().requires_grad_() for name, p in of_split(dict(fused.named_parameters())).items()}
     one, other = optim.build(choice, dict(fused.named_parameters()), split=of_split), optim.build(choice, own)
@@ -428,10 +420,10 @@ def test_a_fused_parameter_is_updated_matrix_by_matrix(name):
 @pytest.mark.parametrize("name", ["adamw", "galore", "loro", "muon"])
 def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
     """A refresh of all projections may take longer than a run is left to stand still."""
-    (cfg, model), waits = model_for(name), []
+    cfg, waits = config_of(name), []
     with Ranks(cfg) as ranks:
         ranks.heartbeat.may_wait = lambda seconds: waits.append(seconds) or nullcontext()
-        trial(cfg, ranks, VOCAB, model)(random_batch(cfg, ranks, VOCAB), 0, 0.01)
+        trial(cfg, ranks, VOCAB)(random_batch(cfg, ranks, VOCAB), 0, 0.01)
     assert waits == ([] if name == "adamw" else [MATRICES])
 
 
