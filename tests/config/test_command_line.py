@@ -49,11 +49,11 @@ def problems(*argv: str, ranks: int = 1) -> list[str]:
         ["scale=7b", "train.lr=1", "scale=1b", "backbone=cola", "dlr='off'", "+dlr=on", "train={lr: 1e-3}"],
     ],
 )
-def test_spelling_and_order_do_not_matter_and_the_last_word_counts(argv):
+def test_the_last_word_counts_in_any_spelling_and_order(argv):
     assert config(*argv) == config("scale=1b", "backbone=cola", "dlr=on", "train.lr=1e-3")
 
 
-def test_overrides_that_change_no_mathematics_keep_the_run_directory():
+def test_idle_overrides_keep_the_run_directory():
     name = config(*SMALL).run.dir
     idle = ["run.root=runs", "log.every=1", "train.micro_batch=2", "compile=false", "device=cpu", "train.stop_after=5"]
     assert config(*SMALL, *idle).run.dir == name

@@ -48,7 +48,7 @@ def test_the_page_of_keys_is_that_of_the_code():
     assert (ROOT / "docs/configuration.md").read_text() == page(), "run docs/configuration.py > docs/configuration.md"
 
 
-def test_a_configuration_is_read_as_it_was_written_and_values_take_the_type_of_their_key(loaded, tree):
+def test_a_configuration_is_read_as_it_was_written(loaded, tree):
     assert parse(tree) == loaded
     tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None}  # of a variable: ${oc.env:LR}
     tree["eval"] |= {"tokens": 2**53 + 1}  # which no float holds
@@ -122,7 +122,7 @@ def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):
     assert {key for key, value in identity(cfg).items() if before[key] != value} == {"backbone.rank"}
 
 
-def test_every_option_is_named_as_its_file_and_quotes_its_switches():
+def test_options_are_named_as_their_files_and_quoted():
     """YAML reads a bare on or off as a boolean, and Hydra then crashes."""
     assert list(default_choices()) == [*COMPOSED, "experiment"]
     for path in CONFIG_DIR.rglob("*.yaml"):

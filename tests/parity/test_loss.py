@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -81,16 +82,19 @@ def test_gradients_are_formed_once():
         found.backward()
 
 
-class Largest(Operations):
-    """The sizes in bytes of the tensors that operations make, by dtype the largest."""
+def largest(act: Callable[[], Tensor], grad: bool = True) -> dict[torch.dtype, int]:
+    """The sizes in bytes of the tensors that ``act`` and its backward pass make, by dtype the largest."""
+    sizes: dict[torch.dtype, int] = {}
 
-    def __init__(self):
-        super().__init__(self.note)
-        self.bytes: dict[torch.dtype, int] = {}
-
-    def note(self, _, tensors: list[Tensor]) -> None:
+    def note(_, tensors: list[Tensor]) -> None:
         for t in tensors:
-            self.bytes[t.dtype] = max(self.bytes.get(t.dtype, 0), t.untyped_storage().nbytes())
+            sizes[t.dtype] = max(sizes.get(t.dtype, 0), t.untyped_storage().nbytes())
+
+    with torch.set_grad_enabled(grad), Operations(note):
+        found = act()
+        if grad:
+            found.backward()
+    return sizes
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -100,16 +104,10 @@ def test_no_more_logits_exist_than_a_piece_has(monkeypatch, dtype, pieces, grad)
     monkeypatch.setattr(loss, "ROWS", rows // pieces)
     x = torch.randn(rows, width, dtype=dtype).requires_grad_()
     weight = torch.randn(vocabulary, width, dtype=dtype).requires_grad_()
-    with torch.set_grad_enabled(grad), Largest() as made:
-        found = summed_cross_entropy(x, weight, torch.randint(0, vocabulary, (rows,)))
-        if grad:
-            found.backward()
-    piece = rows // pieces * vocabulary
-    assert made.bytes[dtype] == piece * dtype.itemsize
-    assert made.bytes[torch.float32] <= 4 * piece
-    with Largest() as plain:
-        unfused(x, weight, torch.randint(0, vocabulary, (rows,)))
-    assert plain.bytes[torch.float32] == 4 * rows * vocabulary
+    targets, piece = torch.randint(0, vocabulary, (rows,)), rows // pieces * vocabulary
+    made = largest(lambda: summed_cross_entropy(x, weight, targets), grad)
+    assert made[dtype] == piece * dtype.itemsize and made[torch.float32] <= 4 * piece
+    assert largest(lambda: unfused(x, weight, targets))[torch.float32] == 4 * rows * vocabulary
 
 
 def test_only_gradients_are_kept_and_they_become_grad_uncopied():

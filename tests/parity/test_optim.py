@@ -17,7 +17,6 @@ from dlr_pretrain.config.tree import OptimizerOptions
 from dlr_pretrain.models import build
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.optim.loro import retract
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import MATRICES
@@ -429,14 +428,6 @@ def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
 
 # ----------------------------------------------------------------------------------------------------
 # Parts of single optimizers
-
-
-def test_loros_exact_step_at_rate_0_balances_the_factors():
-    generator = torch.Generator().manual_seed(1)
-    b, a, db, da = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (11, 8, 11, 8))
-    new_b, new_a = retract(b, a, db, da, step=0.0)
-    torch.testing.assert_close(new_b @ new_a.T, b @ a.T)
-    torch.testing.assert_close(new_b.T @ new_b, new_a.T @ new_a)
 
 
 @pytest.mark.parametrize(("first", "left_out"), [(0, 3), (5, None), (9, 10)])

@@ -45,7 +45,7 @@ def test_what_is_not_finite_stays_so():
 
 
 @pytest.mark.parametrize("shift", [0, 16])
-def test_bits_are_uniform_and_those_of_neighbours_steps_names_and_seeds_are_independent(shift):
+def test_bits_are_uniform_and_independent(shift):
     """Chi-square of 256 classes, and of the 256 pairs of classes of 16: within five standard deviations."""
     one = words(COUNT, step=7)
     others = [one.roll(1), words(COUNT, step=8), words(COUNT, 7, name="v"), words(COUNT, 7, seed=1)]

@@ -43,7 +43,7 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_loads_strictly_computes_generates_and_is_saved_again(kind, tmp_path, spiece, ids):
+def test_a_folder_loads_computes_generates_and_is_saved(kind, tmp_path, spiece, ids):
     """Through the folder's own file, in fp32, against our model, which the parity tests hold against its formula."""
     ours, trust = trained(of_kind(kind), ROWS), {"trust_remote_code": True}
     export(tmp_path / "folded", of_kind(kind), weights(ours), spiece, RECORD)

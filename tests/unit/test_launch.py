@@ -71,7 +71,7 @@ def test_a_runs_file_has_comments_and_quotes_and_no_shell(tmp_path):
             read_lines(path)
 
 
-def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path):
+def test_all_problems_of_all_lines_are_told_at_once(tmp_path):
     path = tmp_path / "my.runs"
     lines = ["seed=1", "backbone=colla", "", "train.lrr=1", "train.lrr=1 seed=9", "seed=1", "-m seed=1"]
     path.write_text("\n".join([*lines, *(f"seed={i}" for i in range(20, 33))]))  # enough for processes
@@ -87,13 +87,13 @@ def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path
 
 
 @pytest.mark.parametrize("end", ["\n", "\f", "\x85", "\u2028"])
-def test_a_value_with_a_line_break_is_refused_before_a_table_is_written(end):
+def test_a_value_with_a_line_break_is_refused(end):
     """Each line of the file that an array reads is one run."""
     with pytest.raises(ConfigError, match="holds a line break"):
         read_table(["scale=tiny", f"logger.notes=a{end}b"])
 
 
-def test_an_override_selects_the_rows_with_its_value_and_is_added_to_those_without(scheduler, tmp_path, capsys):
+def test_an_override_selects_rows_or_is_added_to_them(scheduler, tmp_path, capsys):
     path = tmp_path / "my.runs"
     path.write_text("scale=tiny dlr=off\nscale=tiny dlr=on\nscale=60m dlr=on\n")
     for words, count in ((["dlr=on"], 2), (["scale=tiny", "dlr=on", "seed=1,2"], 2), (["seed=3,4"], 6)):
@@ -129,7 +129,7 @@ def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, table,
     assert "Submitted 2 of 6 as job 70" in said and "6 runs: 1 complete, 1 diverged, 3 running, 1 pending" in said
 
 
-def test_without_a_scheduler_nothing_is_submitted_and_the_rest_is_shown(table, monkeypatch, capsys):
+def test_without_a_scheduler_the_table_is_shown(table, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(table) == 3
     assert "squeue is not on PATH" in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_a_run_says_itself_how_it_ended(table, name):
     assert status_of(other, {}).state == "not started"
 
 
-def test_a_run_that_does_not_say_how_it_ended_is_told_by_the_queue_its_heartbeat_and_its_job(table):
+def test_a_silent_run_is_told_by_queue_heartbeat_and_job(table):
     run = loaded(table)[0]
     assert status_of(run, {}) == Status("not started")
     note(run, time=time.time(), job="9_1", log="/the.log")

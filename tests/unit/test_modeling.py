@@ -35,7 +35,7 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", FACTORISED)
-def test_gradients_are_those_of_the_trained_model_with_checkpointing_and_without(kind, ids):
+def test_gradients_are_those_of_the_trained_model(kind, ids):
     plain, saving, ours = exported(kind).train(), exported(kind).train(), trained(of_kind(kind), ROWS)
     saving.gradient_checkpointing_enable({"use_reentrant": True} if kind == "lax" else None)  # it takes False
     runs = []

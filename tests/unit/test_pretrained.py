@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import write_weights
 from dlr_pretrain.models import Llama
@@ -117,13 +116,9 @@ def test_what_does_not_fit_is_named(folder, backbone, file, change, message):
         dense_start(folder, small(backbone))
 
 
-@pytest.mark.parametrize(("words", "problem"), [
-    (("dlr=on", "precision=bf16"), r"gives B its values, less the residual: dlr=on in bf16"),
-    (("backbone.init=xavier",), r"backbone\.init=xavier: would be ignored"),
-], ids=["rounded away", "ignored"])  # fmt: skip
-def test_the_command_line_refuses_what_cannot_start(folder, words, problem):
-    with pytest.raises(ConfigError, match=problem):
-        load(["scale=tiny", "data=sample", "logger=jsonl", *words, f"run.start_from={folder}"])
+def test_initial_values_beside_given_ones_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"backbone\.init=xavier: would be ignored"):
+        small("lowrank", "backbone.init=xavier", f"run.start_from={folder}")
 
 
 @pytest.mark.usefixtures("no_export")
