@@ -19,6 +19,7 @@ from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identit
 from dlr_pretrain.config.command_line import check, options, read
 from dlr_pretrain.config.written import PATHS
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT
 
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
@@ -306,3 +307,29 @@ def test_an_error_is_a_line_and_a_code_and_a_bug_a_traceback(stub, tmp_path):
 def test_completion_still_works(tmp_path):
     done = train_py("-sc", "query=bash", cwd=tmp_path, COMP_LINE="train.py backbone=", COMP_POINT="18")
     assert {f"backbone={path.stem}" for path in (CONFIG_DIR / "backbone").glob("*")} <= set(done.stdout.split())
+
+
+RUN = "scale=tiny data=sample compile=false precision=fp32 train.steps=2 train.warmup_steps=1 eval.tokens=300"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("redirect", "variables"),
+    [
+        (">&-", {}),
+        ("2>&-", {}),
+        ("<&- >&- 2>&-", {}),
+        ("| head -1", {}),
+        ("", {"HOME": "/dev/null"}),
+        ("", {"TERM": "dumb", "COLUMNS": "1"}),
+        ("logger=wandb", {"WANDB_DISABLED": "true"}),
+        ("logger=wandb", {"WANDB_MODE": "disabled"}),
+        ("logger=wandb", {"WANDB_MODE": "offline", "HOME": "/dev/null", "WANDB_TAGS": "a,b", "WANDB_RUN_GROUP": "g"}),
+    ],
+)
+def test_a_run_trains_in_any_environment(redirect, variables, tmp_path):
+    logger = "" if "logger" in redirect else "logger=jsonl"
+    command = f"{sys.executable} {ROOT}/train.py {RUN} train.seq_len=32 {logger} run.dir={tmp_path}/run {redirect}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=os.environ | variables, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
