@@ -17,14 +17,6 @@ from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
 
-OPTION_FILES = {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in GROUPS}
-
-
-def option(group: str, name: str) -> dict:
-    """The tree of an option's file."""
-    return {group: yaml.safe_load((CONFIG_DIR / group / f"{name}.yaml").read_text())}
-
-
 COMPOSED = [group for group in GROUPS if group != "experiment"]
 
 
@@ -93,8 +85,9 @@ def test_derived_values(cfg):
 
 def test_lists_of_keys_elsewhere_name_keys_that_there_are():
     """Of a key that is renamed, they would say nothing."""
-    pairs = itertools.product(OPTION_FILES["backbone"], OPTION_FILES["optimizer"])
-    own = {name for b, o in pairs for name in all_keys(option("backbone", b) | option("optimizer", o))}
+    files = itertools.product(*((CONFIG_DIR / group).glob("*.yaml") for group in ("backbone", "optimizer")))
+    trees = ({path.parent.name: yaml.safe_load(path.read_text()) for path in pair} for pair in files)
+    own = {name for tree in trees for name in all_keys(tree)}
     known = {*KEYS, *own, *GROUPS, "data.shards", "tokenizer.pieces"}
     lists = [*start.MODEL_KEYS, *start.DATA_KEYS, *start.OPTIMIZER_KEYS, *ORIGIN, *PATHS, *runs.TEXT]
     assert [entry for entry in lists if not any(key.startswith(entry) for key in known)] == []
