@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.dlr import Match, matching, residuals
+from dlr_pretrain.models.attach import Match, matching, residuals
 from dlr_pretrain.models.lowrank import balanced, leading
 from dlr_pretrain.util.tensors import at_least_fp32
 
