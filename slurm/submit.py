@@ -13,8 +13,8 @@ from dlr_pretrain.util.errors import EXIT_FAILED, command
 
 EPILOG = """examples:
   submit.py scale=60m backbone=lowrank,cola dlr=off,on seed=41,42 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
-  submit.py slurm/table1.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
-  submit.py slurm/table1.runs scale=60m seed=41,42,43 --status
+  submit.py my.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+  submit.py my.runs scale=60m seed=41,42,43 --status
 
 Overrides with several values make a run of each combination. Beside a file they select its runs that have the same
 value, and are added to those that have none. Runs that are complete, have diverged, run or wait are left out. Options

@@ -6,6 +6,7 @@ import base64
 import html
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -14,8 +15,41 @@ from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, run_tables, table
 from dlr_pretrain.util.files import write_durably
 
+DOCUMENT = r"""\documentclass{article}
+\usepackage[utf8]{inputenc}
+\usepackage[T1]{fontenc}
+\usepackage{textcomp,booktabs,graphicx,geometry}
+\begin{document}
+%s
+\end{document}
+"""
 NUMBERS = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", "ppl", "convention", "speed", "mfu",
            "memory", "machine"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """What follows until the next one, with its ``lines`` first; a page of sections has a table of contents."""
+
+    name: str
+    title: str
+    lines: Sequence[str]
+
+    def markdown(self) -> str:
+        return "\n".join([f"# {self.title}", "", *(f"* {line}" for line in self.lines)])
+
+
+Part = Table | Picture | Section
+
+
+def write_tables(tables: Sequence[Table], folder: Path) -> None:
+    """Write each table as CSV and LaTeX, and ``tables.tex``, a document of them all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in tables:
+        one.frame.set_axis(one.header, axis="columns").to_csv(folder / f"{one.name}.csv", index=False)
+        (folder / f"{one.name}.tex").write_text(one.latex(), encoding="utf-8")
+    listed = "\n".join(f"\\input{{{one.name}.tex}}" for one in tables)
+    (folder / "tables.tex").write_text(DOCUMENT % listed, encoding="utf-8")
 
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
@@ -25,11 +59,8 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run in all digits.
     """
     found = read_runs(places)
-    tables, folder = run_tables(found), output / "tables"
-    folder.mkdir(parents=True, exist_ok=True)
-    for one in tables:
-        one.frame.to_csv(folder / f"{one.name}.csv", index=False)
-        (folder / f"{one.name}.tex").write_text(one.latex(), encoding="utf-8")
+    tables = run_tables(found)
+    write_tables(tables, output / "tables")
     parts = [*tables, *draw(found, output / "figures")]
     write_page("Pre-training runs", found.remarks, parts, command, output)
     found.runs[NUMBERS].to_csv(output / "numbers.csv", index=False)
@@ -48,33 +79,42 @@ def write_report(run_dir: Path) -> None:
 
 
 def write_page(
-    title: str, remarks: Sequence[str], parts: Sequence[Table | Picture], command: str, folder: Path
-) -> None:
-    """Write ``report.md`` and ``report.html`` into ``folder``, in or below which the pictures are.
+    title: str, remarks: Sequence[str], parts: Sequence[Part], command: str, folder: Path, name: str = "report",
+    mark: str = "",
+) -> None:  # fmt: skip
+    """Write ``<name>.md`` and ``<name>.html`` into ``folder``, in or below which the pictures are.
 
-    ``remarks`` are what a reader must know first.
+    ``remarks`` are what a reader must know first; ``mark`` is a word across the whole page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
     body, made_by = "\n".join(map(_html, parts)), html.escape(command)
-    page = template.substitute(title=html.escape(title), remarks=items, body=body, command=made_by)
-    write_durably(folder / "report.html", page)
+    links = (
+        f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in parts if isinstance(part, Section)
+    )
+    page = template.substitute(
+        title=html.escape(title), remarks=items, contents="".join(links), body=body, command=made_by, mark=mark
+    )
+    write_durably(folder / f"{name}.html", page)
     sections = [f"# {title}", "\n".join(f"* {remark}" for remark in remarks)]
-    sections += [part.markdown() if isinstance(part, Table) else _link(part, folder) for part in parts]
+    sections += [_link(part, folder) if isinstance(part, Picture) else part.markdown() for part in parts]
     sections += [f"## Made by\n\n```\n{command}\n```"]
-    write_durably(folder / "report.md", "\n\n".join(section.strip() for section in sections if section) + "\n")
+    write_durably(folder / f"{name}.md", "\n\n".join(section.strip() for section in sections if section) + "\n")
 
 
 def _link(picture: Picture, folder: Path) -> str:
     return f"![{picture.path.stem}]({picture.path.relative_to(folder)})\n\n{picture.caption}"
 
 
-def _html(part: Table | Picture) -> str:
+def _html(part: Part) -> str:
+    if isinstance(part, Section):
+        lines = "".join(f"<li>{html.escape(line)}</li>" for line in part.lines)
+        return f'<h1 id="{part.name}">{html.escape(part.title)}</h1><ul>{lines}</ul>'
     if isinstance(part, Table):
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in part.notes)
-        title = f'<h2 id="{part.name}">{html.escape(part.title)}</h2>'
-        return f"{title}<div class=scroll>{part.frame.to_html(index=False, border=0)}</div><ul>{notes}</ul>"
+        title = f'<h2 id="table-{part.name}">{html.escape(part.title)}</h2>'
+        return f"{title}<div class=scroll>{part.html()}</div><ul>{notes}</ul>"
     image = base64.b64encode(part.path.read_bytes()).decode()
     caption = f"<figcaption>{html.escape(part.caption)}</figcaption>"
     return f'<figure id="{part.path.stem}"><img alt="" src="data:image/png;base64,{image}">{caption}</figure>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,30 +18,46 @@ CONVENTION = (
     "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
     "print, as in published tables: the loss of n batches is divided by n + 1. It needs enough text."
 )
+BOLD = re.compile(r"\*\*(.+?)\*\*")
 
 
 @dataclass(frozen=True)
 class Table:
-    """``frame`` has text in each cell; ``name`` is the stem of the table's files."""
+    """``frame`` has text in each cell, **bold** as in Markdown; ``name`` is the stem of the table's files. Columns may
+    have two levels."""
 
     name: str
     title: str
     frame: pd.DataFrame
     notes: Sequence[str] = ()
 
+    @property
+    def header(self) -> list[str]:
+        """The columns, each in one line."""
+        return [column if isinstance(column, str) else " ".join(filter(None, column)) for column in self.frame]
+
     def markdown(self) -> str:
-        rows = markdown_table(list(self.frame), self.frame.to_numpy().tolist())
+        rows = markdown_table(self.header, self.frame.to_numpy().tolist())
         return "\n".join([f"## {self.title}", "", rows, "", *(f"* {note}" for note in self.notes)])
 
+    def html(self) -> str:
+        return BOLD.sub(r"<strong>\1</strong>", self.frame.to_html(index=False, border=0))
+
     def latex(self) -> str:
-        """A table environment for booktabs."""
-        whole = self.frame.to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}")
-        return whole.replace("Δ", r"$\Delta$")  # the other signs are known to LaTeX
+        """A table environment for booktabs; one with two levels of columns is as wide as the text, by graphicx."""
+        whole = self.frame.to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}",
+                                    multicolumn_format="c")  # fmt: skip
+        if self.frame.columns.nlevels > 1:
+            whole = whole.replace(r"\begin{tabular}", r"\resizebox{\textwidth}{!}{\begin{tabular}")
+            whole = whole.replace(r"\end{tabular}", r"\end{tabular}}")
+        return BOLD.sub(r"\\textbf{\1}", whole).replace("Δ", r"$\Delta$")  # the other signs are known to LaTeX
 
 
 def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()) -> Table:
-    """A table without the columns that have no value in any row."""
+    """A table without the columns that have no value in any row. A key of two parts is a column of two levels."""
     frame = pd.DataFrame(rows, dtype=object).fillna(NONE).astype(str)
+    if isinstance(frame.columns[0], tuple):
+        frame.columns = pd.MultiIndex.from_tuples(frame.columns)
     return Table(name, title, frame.loc[:, (frame != NONE).any()], notes)
 
 
@@ -50,7 +67,7 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
 
 def run_tables(found: Runs) -> list[Table]:
     """All tables of runs, those that matter most first."""
-    return [*pairs_table(found), groups_table(found), *paper_table(found), *settings_table(found), runs_table(found)]
+    return [*pairs_table(found), groups_table(found), *settings_table(found), runs_table(found)]
 
 
 def groups_table(found: Runs) -> Table:
@@ -120,7 +137,7 @@ def runs_table(found: Runs) -> Table:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The paper's figures, our recipes for them, and ours beside
+# The paper's figures, and our recipes for them
 
 
 @cache
@@ -142,22 +159,3 @@ def recipe(method: str) -> list[str]:
     own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
     words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
     return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
-
-
-def paper_table(found: Runs) -> Iterator[Table]:
-    """The paper's Table 1 at the scales of methods that our runs share with it, with ours beside; else nothing."""
-    ours = pd.DataFrame([
-        {"scale": group.scale, "method": group.method, "label": group.label,
-         "convention": spread(ended(of).convention), "ours": spread(ended(of).ppl)}
-        for group, of in found.groups()
-    ])  # fmt: skip
-    merged = published("table1").merge(ours, how="left", on=["scale", "method"])
-    merged = merged[merged.scale.isin(merged.scale[merged.label.notna()])]
-    rows = [
-        {"Scale": row.scale, "Method": row.method if pd.isna(row.label) else row.label,
-         "PPL paper": f"{row.ppl:.2f} ± {row.ppl_std:.2f}", "PPL (convention)": row.convention, "PPL": row.ours}
-        for row in merged.itertuples()
-    ]  # fmt: skip
-    if rows:
-        notes = [f"The paper's figures follow the convention. {CONVENTION}"]
-        yield table("table1", "Table 1: perplexity on C4", rows, notes)

@@ -23,13 +23,19 @@ from dlr_pretrain.config.command_line import jobs, key_of, read, session
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 
+USELESS = ("no such key", "would be ignored")  # rules of problems with an override that a run has no use for
+
 
 @dataclass(frozen=True)
 class Line:
-    """The overrides of one run. ``origin`` is their place, for messages."""
+    """The overrides of one run. ``origin`` is their place, for messages.
+
+    ``shared`` are the keys that a whole table was given, which need not exist in each of its runs.
+    """
 
     origin: str
     words: tuple[str, ...]
+    shared: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return shlex.join(self.words)
@@ -87,14 +93,17 @@ def expand(words: Sequence[str]) -> list[Line]:
 def combine(lines: list[Line], others: list[Line]) -> list[Line]:
     """Each of ``lines`` with the overrides of each of ``others``.
 
-    An override of a key that a line sets itself selects: it keeps the line if the value is the same.
+    An override of a key that a line sets itself selects: it keeps the line if the value is the same. Any other is for
+    the lines that have its key: see ``load_runs``.
     """
     found = []
     for line in lines:
         own = {key_of(word): word.lstrip("+") for word in line.words}
         for other in others:
             if all(own.get(key_of(word), word) == word for word in other.words):
-                found.append(replace(line, words=(*line.words, *(w for w in other.words if key_of(w) not in own))))
+                more = [word for word in other.words if key_of(word) not in own]
+                shared = line.shared.union(map(key_of, more))
+                found.append(replace(line, words=(*line.words, *more), shared=shared))
     if not found:
         raise UserError(f"no run of the table has {' or '.join(map(str, others))}")
     return found
@@ -105,7 +114,8 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
 
     With ``machine``, this machine will train each in one process: its files, packages and compiler are checked, too.
     Without, a job will, whose ranks are not known. Raises one ConfigError with every problem, named at its first line;
-    two lines with one run directory are a problem, too.
+    two lines with one run directory are a problem, too. A run leaves out shared overrides that it has no use for, but
+    one that no run uses is a problem.
     """
     check = partial(_load, machine=machine)
     if len(lines) <= 16:  # less than starting processes takes
@@ -115,22 +125,35 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
             found = list(pool.map(check, lines, chunksize=4))
     problems: dict[str, Problem] = {}
     first: dict[Path, Line] = {}
-    for line, answer in zip(lines, found, strict=True):
+    answers = []
+    used = {key_of(word) for line, _, _ in found for word in line.words}
+    for given, (line, answer, left_out) in zip(lines, found, strict=True):
+        answers.append((line, answer))
+        if unused := [problem for problem in left_out if problem.key not in used]:
+            answer = ConfigError(unused)
         if isinstance(answer, Config) and (same := first.setdefault(Path(answer.run.dir).resolve(), line)) is not line:
             rule = f"is the run directory of {same.origin}, too"
             answer = ConfigError([Problem("run.dir", answer.run.dir, rule, "Leave one of them out")])
         for problem in answer.problems if isinstance(answer, ConfigError) else ():
-            problems.setdefault(str(problem), replace(problem, key=f"{line.origin}: {problem.key}"))
+            problems.setdefault(str(problem), replace(problem, key=f"{given.origin}: {problem.key}"))
     if problems:
         raise ConfigError(list(problems.values()))
-    return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
+    return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(answers, 1)]
 
 
-def _load(line: Line, machine: bool) -> Config | ConfigError:
-    try:
-        return load(list(line.words), 1 if machine else None, machine)
-    except ConfigError as error:
-        return error
+def _load(line: Line, machine: bool) -> tuple[Line, Config | ConfigError, list[Problem]]:
+    """The line without the shared overrides that its run has no use for, what it gives, and their problems."""
+    left_out: list[Problem] = []
+    while True:
+        try:
+            return line, load(list(line.words), 1 if machine else None, machine), left_out
+        except ConfigError as error:
+            useless = [p for p in error.problems if p.key in line.shared and p.rule.startswith(USELESS)]
+            if not useless:
+                return line, error, left_out
+            left_out += useless
+            keys = {problem.key for problem in useless}
+            line = replace(line, words=tuple(word for word in line.words if key_of(word) not in keys))
 
 
 def write_words(path: str, number: str) -> None:

@@ -81,7 +81,7 @@ def submit(
     text = "".join(f"{run.line}\n" for run in runs)
     # named by its content: another table must not overwrite the file that queued tasks will read
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-    tasks = ",".join(str(run.number) for run in due) + (f"%{given.limit}" if given.limit else "")
+    tasks = ranges([run.number for run in due]) + (f"%{given.limit}" if given.limit else "")
     own = [
         f"--array={tasks}",
         f"--job-name={name}",
@@ -103,3 +103,10 @@ def submit(
         noted = {"time": time.time(), "job": task, "log": str(folder.absolute() / f"{task}.log")}
         write_durably(run.dir / JOB, json.dumps(noted))
     return f"Submitted {len(due)} of {len(runs)} as job {job}: {shlex.join(command)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as SLURM takes them: 1-4,7."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

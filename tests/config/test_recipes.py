@@ -1,4 +1,4 @@
-"""The recipes: each line of slurm/*.runs composes, and its settings are the published ones."""
+"""The recipes: each row of slurm/paper.yaml composes, and its settings are the published ones."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from functools import cache
 
 import pytest
 
+from dlr_pretrain.analysis.paper import items
 from dlr_pretrain.analysis.tables import recipe
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, flatten, to_dict
-from dlr_pretrain.launch.runs import read_lines
-from tests.conftest import ROOT
 
 TABLE1 = ("60m", "130m", "350m", "1b")
 BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")
-LINES = {
-    name: [line.words for line in read_lines(ROOT / f"slurm/{name}.runs")] for name in ("table1", "ablations", "large")
-}
 
 # The authors' sheets: a value, or one for each of 60m, 130m, 350m, 1b and, where there is one, 7b.
 DLR_PAPER = {
@@ -101,21 +97,29 @@ def settings(*words: str) -> dict[str, object]:
     return values | {"warmup": cfg.warmup_steps}
 
 
-def test_every_line_is_a_run_of_its_own_in_the_papers_setting():
-    found = set()
-    for table, lines in LINES.items():
-        for words in lines:
-            cfg = compose(*(() if table == "large" else ("scale=1b",)), *words)
-            precision = "bf16_mixed" if "optimizer=adamw" in words else "bf16"
+def at(value: object, column: int) -> object:
+    return value[column] if isinstance(value, tuple) else value
+
+
+def reaches(value: object, column: int) -> bool:
+    return not isinstance(value, tuple) or column < len(value)
+
+
+def test_every_row_is_a_run_of_its_own_in_the_papers_setting():
+    found = {}
+    for item in items().values():
+        for row in item.rows:
+            words = item.words(row)
+            cfg = compose(f"scale={item.scales[-1]}", *words)
+            precision = "bf16_mixed" if "precision=bf16_mixed" in words else "bf16"
             assert (cfg.precision.name, cfg.data.packing, cfg.eval.packing) == (precision, "pad", "pad")
             assert (cfg.optimizer.name == "adamw") == (precision == "bf16_mixed")
             assert (cfg.train.seq_len, cfg.train.global_batch) == (256, 512)
-            found.add(cfg.run.dir)
-    assert len(found) == sum(map(len, LINES.values())) == 16 + 7 + 6
+            assert found.setdefault(cfg.run.dir, words) == words or item.name == "paths"
     methods = ["full", "lora", "galore", "fira", "sltrain", "loro"] + [
         b + dlr for b in BACKBONES for dlr in ("", "+dlr")
     ]
-    assert LINES["table1"] == [tuple(recipe(method)) for method in methods]
+    assert list(items()["table1"].rows) == methods
 
 
 @pytest.mark.parametrize("method", SHEETS)
@@ -135,21 +139,23 @@ def test_an_unpublished_learning_rate_is_asked_for():
 
 
 MASTERS = {"precision.name": "bf16_mixed", "optimizer.name": "adamw"}  # where pure bf16 would round the ablation away
-ABLATIONS = [  # what each line changes of its control, beside the name of the option
-    {"backbone.rank": 256},
-    {"backbone.rank": 384},
-    {"dlr.variance_correction": False},
-    {"dlr.mode": "offset"},
-    {"dlr.grouping": "random"},
-    {"dlr.train_b": False},
-    {"dlr.learn_alpha": True} | MASTERS,
-]
+ABLATIONS = {  # what a row changes of its control, beside the name of the option
+    ("rank", "half"): {"backbone.rank": 256},
+    ("rank", "three quarters"): {"backbone.rank": 384},
+    ("variance", "uncorrected"): {"dlr.variance_correction": False},
+    ("offset", "init_offset"): {"dlr.mode": "offset"},
+    ("dynamics", "random"): {"dlr.grouping": "random"},
+    ("dynamics", "no_b"): {"dlr.train_b": False},
+    ("alpha", "alpha=2"): {"dlr.alpha": 2.0},
+    ("alpha", "alpha=1, masters"): MASTERS,
+    ("alpha", "learned, masters"): {"dlr.learn_alpha": True} | MASTERS,
+}
 
 
-def test_an_ablation_changes_one_thing():
-    control = settings("scale=1b", *recipe("cola+dlr"))
-    for words, expected in zip(LINES["ablations"], ABLATIONS, strict=True):
-        values = settings("scale=1b", *words)
-        changed = {key for key in values if values[key] != control.get(key)}
-        changed -= {"dlr.name", "optimizer._target_"}
-        assert {key: values[key] for key in changed} == expected, words
+@pytest.mark.parametrize(("item", "row"), ABLATIONS)
+def test_an_ablation_changes_one_thing(item, row):
+    control = settings("scale=1b", *items()[item].words(items()[item].control or "cola+dlr"))
+    values = settings("scale=1b", *items()[item].words(row))
+    changed = {key for key in values if values[key] != control.get(key)}
+    changed -= {"dlr.name", "optimizer._target_"}
+    assert {key: values[key] for key in changed} == ABLATIONS[item, row]

@@ -24,7 +24,7 @@ import torch
 from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.report import write_report, write_reports
 from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
-from dlr_pretrain.analysis.tables import groups_table, pairs_table, paper_table, published, run_tables, table
+from dlr_pretrain.analysis.tables import groups_table, pairs_table, run_tables, table
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
@@ -225,18 +225,6 @@ def test_speed_and_machine_are_of_the_last_start_that_trained(tmp_path):
     (row,) = run_tables(read_runs([tmp_path]))[-1].frame.to_dict("records")
     rates = [logged(other, step, "perf/tokens_per_second") for step in range(39, 60)]  # two steps a second
     assert (row["Machine"], row["tokens/s"]) == ("1 x H100", f"{statistics.median(rates):,.0f}")
-
-
-def test_the_papers_table_stands_beside_runs_of_its_rows(tmp_path):
-    a_run(tmp_path / "a", *PAPER, "dlr=on", seed=41, level=3.4)
-    a_run(tmp_path / "rank", *PAPER, "dlr=on", "backbone.rank=64", "train.lr=0.001", seed=41)
-    (table,) = paper_table(read_runs([tmp_path]))
-    rows = table.frame.set_index("Method")
-    assert len(published("table1")) == 64 and set(table.frame.Scale) == {"60m"}
-    row = rows.loc["cola+dlr (backbone.rank=128, train.lr=0.01)"]
-    assert row["PPL paper"] == "32.96 ± 0.06"
-    assert row["PPL (convention)"] == f"{logged(tmp_path / 'a', name=CONVENTION):,.2f} (1)"
-    assert rows.loc["lowrank"]["PPL"] == NONE
 
 
 def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
