@@ -32,6 +32,7 @@ REHEARSAL = (
     *("scale.intermediate_size=91", "scale.num_heads=2", f"scale.rank={RANK}", "scale.vocab_size=null"),
     *("train.steps=15", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=4", "train.seq_len=32"),
     *("eval.every=1", "eval.tokens=600", "checkpoint.every=5", "checkpoint.keep_every=5"),
+    *("optimizer.exact_every=5", "optimizer.shift=null"),
 )
 
 

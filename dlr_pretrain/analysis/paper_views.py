@@ -34,6 +34,7 @@ C4 = re.compile(r"1,024 files .*c4-train\.\d{5}-of-01024\.json\.gz")  # as a run
 GPU = "H100 80GB"  # of the paper's memory and speed
 BEST = "**{}**"  # the better of a pair, in Markdown; Table makes HTML and LaTeX of it
 UNBIASED = " u"
+NO_RUN = ["run", "state", "seed", "ppl", "convention"]  # the columns of a cell without a run
 CONVENTION = (
     "PPL is by the convention of the published tables: the loss of n batches is divided by n + 1. A number with"
     f"{UNBIASED} is unbiased, because the validation text is too short for it. Mean ± standard deviation (ended seeds)."
@@ -117,7 +118,7 @@ def read(
     for (row, scale), cfg in defined.items():
         own = {str(run.dir): run for run in runs if item.row_of(run.line) == row and run.cfg.scale.name == scale}
         if own or scale in {run.cfg.scale.name for run in runs}:
-            of = found.runs[found.runs.run.isin(own)] if found else pd.DataFrame({"state": [], "seed": []})
+            of = found.runs[found.runs.run.isin(own)] if found else pd.DataFrame(columns=NO_RUN, dtype=float)
             paper = item.numbers(row, scale)
             cells[row, scale] = Cell(cfg, of, paper, what_differs(cfg, of, paper))
     return Found(item, cells, found, programs, folder, notes)

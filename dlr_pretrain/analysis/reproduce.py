@@ -92,7 +92,8 @@ def hours_of(works: Sequence[Work], gpu: str, mfu: Sequence[float]) -> dict[Path
     """GPU hours of each run, by its directory: at the measured speed of its cell where there is one, else planned."""
     runs = {run.dir: run for work in works for run in work.runs}
     cells = {without_seed(run.line): run.cfg for run in runs.values()}
-    planned, measured = gpu_hours(cells, gpu, mfu), {}
+    planned = gpu_hours(cells, gpu, mfu)
+    measured: dict[object, tuple[float, ...]] = {}
     for run in runs.values():
         if (run.dir / "metrics.jsonl").exists() and (hours := measured_hours(run, gpu)):
             measured[without_seed(run.line)] = (hours,)

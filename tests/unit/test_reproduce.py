@@ -1,0 +1,194 @@
+"""scripts/reproduce.py: each cell is ours beside the published one where both are of the same setting, else says why.
+
+Run directories come without training, as in test_report.py. The rehearsal, which trains, is under ``full``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dlr_pretrain.analysis import paper_views
+from dlr_pretrain.analysis.paper import Item, items, load_each
+from dlr_pretrain.analysis.report import Section, write_page
+from dlr_pretrain.analysis.reproduce import documentation
+from dlr_pretrain.analysis.runs import NONE
+from dlr_pretrain.analysis.tables import Table
+from dlr_pretrain.config import ConfigError
+from dlr_pretrain.config.written import read_record
+from dlr_pretrain.launch.runs import PlannedRun, combine, expand, load_runs
+from dlr_pretrain.launch.submit import ranges
+from dlr_pretrain.train.record import update_record
+from tests.conftest import ROOT, main_of
+from tests.unit.test_report import CONVENTION, a_run, logged
+
+C4 = {"training": "1,024 files (305GB): en/c4-train.00000-of-01024.json.gz, and 1,023 more"}
+SHORT = replace(items()["variance"], scales=["60m"], seeds=[41, 42, 43], common="train.steps=60 eval.every=20")
+
+
+def trained(run: PlannedRun, level: float = 4.0, files: dict = C4, **how) -> Path:
+    """A finished run in the directory of ``run``, of C4 unless ``files`` say another text, with T5's tokenizer."""
+    words = [word for word in run.line.words if not word.startswith("seed=")]
+    folder = a_run(run.dir, *words, seed=run.cfg.seed, level=level, **how)
+    record = read_record(folder)
+    start = record["starts"][0] | {"files": files, "text": "some text"}
+    identity = record["identity"] | {"tokenizer.pieces": paper_views.T5}
+    update_record(folder, {"starts": [start], "identity": identity, "parameters": 42_771_000})
+    return folder
+
+
+def planned(item: Item, *words: str) -> dict[tuple[str, int], PlannedRun]:
+    """The runs of an item by row and seed."""
+    runs = load_each(combine(item.lines(), expand(list(words))))
+    return {(item.row_of(run.line), run.cfg.seed): run for run in runs}
+
+
+def shown(item: Item, runs: dict, folder: Path) -> tuple[pd.DataFrame, str]:
+    """The table of an item, a row for each method, and all notes."""
+    cells = {(item.row_of(run.line), run.cfg.scale.name): run.cfg for run in load_each(item.lines())}
+    found = paper_views.read(item, list(runs.values()), cells, [], folder)
+    (table,) = paper_views.LAYOUTS[item.layout](found)
+    frame = table.frame.set_axis(table.header, axis="columns").set_index("Method")
+    return frame, "\n".join([*table.notes, *found.notes])
+
+
+def test_a_published_number_stands_beside_runs_of_its_setting(tmp_path):
+    runs = planned(SHORT, f"run.root={tmp_path}")
+    for (row, seed), run in runs.items():
+        if (row, seed) != ("uncorrected", 43):  # a seed that is missing
+            trained(run, level=3.4 + 0.1 * (row == "uncorrected"))
+    frame, notes = shown(SHORT, runs, tmp_path)
+    values = [logged(runs["cola+dlr", seed].dir, name=CONVENTION) for seed in (41, 42, 43)]
+    mean = statistics.fmean(values)
+    row = frame.loc["cola+dlr"]
+    assert row["60m PPL"] == f"{mean:,.2f} ± {statistics.stdev(values):.2f} (3)"
+    assert (row["60m paper"], row["60m Δ paper"]) == ("32.96 ± 0.06", f"{mean - 32.96:+.2f}")
+    assert row["60m Δ control"] == NONE
+    row = frame.loc["uncorrected"]
+    assert row["60m PPL"].endswith("(2)") and row["60m paper"] == "33.80 ± 0.14"
+    assert row["60m Δ control"].startswith("+") and row["60m Δ control"].endswith("(2)")
+    assert "differs" not in notes and "nan" not in frame.to_string()
+
+
+def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
+    """One of another text, one whose record is damaged, and a directory that holds half the rank."""
+    runs = planned(SHORT, f"run.root={tmp_path}")
+    for seed in (41, 42, 43):
+        trained(runs["uncorrected", seed], files={"training": "2 files (1GB): prose.jsonl"})
+    trained(runs["cola+dlr", 41])
+    (trained(runs["cola+dlr", 42]) / "manifest.json").write_text("{")
+    half = planned(SHORT, f"run.root={tmp_path}/half", "scale.rank=64", "seed=43")
+    trained(half["cola+dlr", 43]).rename(runs["cola+dlr", 43].dir)
+    frame, notes = shown(SHORT, runs, tmp_path)
+    assert frame["60m paper"].to_dict() == {"cola+dlr": "32.96 ± 0.06", "uncorrected": "differs: text"}
+    assert frame["60m PPL"]["cola+dlr"].endswith("(1)") and frame["60m PPL"]["uncorrected"].endswith("(3)")
+    assert "differs: text some text, published all of C4 (uncorrected 60m)" in notes
+    assert re.search(r"s42-\w+ is left out: .*manifest\.json is damaged", notes)
+    assert re.search(r"s43-\w+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
+
+
+def test_half_of_the_rank_is_no_row_of_the_paper(tmp_path):
+    runs = planned(SHORT, f"run.root={tmp_path}", "scale.rank=64", "seed=41")
+    trained(runs["cola+dlr", 41])
+    frame, notes = shown(SHORT, runs, tmp_path)
+    row = frame.loc["cola+dlr"]
+    assert row["60m paper"] == "differs: scale.rank, backbone.rank" and row["60m PPL"].endswith("(1)")
+    assert "differs: scale.rank 64, published 128 (all)" in notes
+    assert frame["60m paper"]["uncorrected"] == "33.80 ± 0.14"  # no run of ours stands beside it
+
+
+def test_the_better_of_a_pair_is_bold_in_every_format(tmp_path):
+    item = replace(
+        items()["table1"], scales=["60m"], seeds=[41], common=SHORT.common, rows={"cola": "", "cola+dlr": ""}
+    )
+    runs = planned(item, f"run.root={tmp_path}")
+    trained(runs["cola", 41], level=3.6)
+    trained(runs["cola+dlr", 41], level=3.4)
+    frame, _ = shown(item, runs, tmp_path)
+    best = f"{logged(runs['cola+dlr', 41].dir, name=CONVENTION):,.2f} (1)"
+    assert frame["60m PPL"]["cola+dlr"] == f"**{best}**" and "*" not in frame["60m PPL"]["cola"]
+    assert frame["60m Param M"].tolist() == ["43", "43"] and frame["60m Mem GB"].tolist() == ["0.26 (0.24)"] * 2
+    columns = pd.MultiIndex.from_tuples([("", "Method"), ("60m", "PPL"), ("60m", "Δ paper")])
+    table = Table("t", "T", pd.DataFrame([["cola_lax", f"**{best}**", "+0.10"]], columns=columns))
+    assert rf"\textbf{{{best}}}" in table.latex() and r"cola\_lax" in table.latex()
+    assert r"\multicolumn{2}{c}{60m}" in table.latex() and table.latex().count("{") == table.latex().count("}")
+    assert f"<strong>{best}</strong>" in table.html() and "| Method | 60m PPL | 60m Δ paper |" in table.markdown()
+
+
+def test_an_override_is_for_the_rows_that_have_its_key(tmp_path):
+    lines = replace(items()["table1"], scales=["60m"], seeds=[41]).lines()
+    runs = load_runs(combine(lines, expand(["scale.rank=16"])))
+    ranks = {run.line.origin: run.cfg.scale.rank for run in runs}
+    assert ranks["table1: full"] == 128 and ranks["table1: cola+dlr"] == ranks["table1: galore"] == 16
+    assert not any("scale.rank" in word for run in runs if run.line.origin == "table1: full" for word in run.line.words)
+    with pytest.raises(ConfigError, match=r"table1: full: backbone\.gama=1: no such key"):
+        load_runs(combine(lines, expand(["backbone.gama=1"])))
+    with pytest.raises(ConfigError, match=r"scale\.rank=-1: must be"):  # a wrong value is a problem of every row
+        load_runs(combine(lines, expand(["scale.rank=-1"])))
+    assert ranges([1, 2, 3, 5, 7, 8]) == "1-3,5,7-8"
+
+
+def test_seeds_have_the_directories_that_train_py_gives_them():
+    lines = replace(SHORT, rows={"cola+dlr": ""}).lines()
+    assert [(run.dir, run.cfg) for run in load_each(lines)] == [(run.dir, run.cfg) for run in load_runs(lines)]
+
+
+def test_an_item_says_what_it_would_run_and_the_next_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main_of("reproduce", "dynamics", "seed=41", "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", "0.2") == 0
+    said = capsys.readouterr().out
+    assert said.count("not started") == 4 + 1 and "state      4 not started, 0 of 1 program done" in said
+    assert "due  python -m benchmarks step scale=60m" in said and re.search(r"GPU hours  \d", said)
+    assert "next       python scripts/reproduce.py dynamics seed=41 --submit -- --gpus-per-node=8" in said
+    assert main_of("reproduce", "tabel1") == 3 and "Choose from table1, table7b" in capsys.readouterr().err
+    assert main_of("reproduce", "dynamics", "--gpu", "H100") == 3 and "Choose from NVIDIA" in capsys.readouterr().err
+    assert main_of("reproduce", "dynamics", "--", "--mem=0") == 2
+
+
+def test_a_page_without_runs_shows_what_is_published(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main_of("reproduce", "offset", "--render") == 0
+    page = (tmp_path / "runs/paper/reproduce.md").read_text()
+    assert "| init_offset | 14.79 ± 0.04 |" in page and "state: 15 not started" in page and "nan" not in page
+    assert (tmp_path / "runs/paper/tables/offset.tex").exists() and (tmp_path / "runs/paper/tables/tables.tex").exists()
+
+
+def test_a_page_of_sections_has_contents_and_a_mark(tmp_path):
+    write_page("T", [], [Section("one", "The <first>", ["a line"])], "made", tmp_path, "page", "rehearsal")
+    page = (tmp_path / "page.html").read_text()
+    assert '<a href="#one">The &lt;first&gt;</a>' in page and "<div class=mark>rehearsal</div>" in page
+
+
+@pytest.mark.full
+def test_the_documentation_is_that_of_the_definitions():
+    made = documentation()
+    assert (ROOT / "docs/reproduce.md").read_text() == made, "scripts/reproduce.py --documentation > docs/reproduce.md"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_rehearsal_fills_every_cell(tmp_path):
+    """All items but the tasks of fine-tuned models, whose programs take minutes; they are shown as due."""
+    chosen = [name for name in items() if name not in ("sft", "table1")]
+    command = [sys.executable, "scripts/reproduce.py", *chosen, "--rehearse", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (tmp_path / "reproduce.html").read_text()
+    for name, item in items().items():
+        if name in chosen:
+            assert f'<h1 id="{name}">{name}: ' in page
+            if item.layout in ("curve", "paths"):
+                assert (tmp_path / f"figures/{name}_{'loss' if item.layout == 'curve' else 'rho'}.svg").exists()
+            else:
+                table = pd.read_csv(tmp_path / f"tables/{name}.csv")
+                filled = [column for column in table if not re.search("paper|Δ|Paper", column)]
+                assert len(table) >= len(item.rows) and not (table[filled] == NONE).any().any(), name
+                assert not any(math.isnan(value) for value in table.select_dtypes("number").to_numpy().flat)
