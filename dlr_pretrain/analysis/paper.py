@@ -32,8 +32,8 @@ REHEARSAL = (
     *("scale.intermediate_size=91", "scale.num_heads=2", f"scale.rank={RANK}", "scale.vocab_size=null"),
     *("train.steps=15", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=4", "train.seq_len=32"),
     *("eval.every=1", "eval.tokens=600", "checkpoint.every=5", "checkpoint.keep_every=5"),
-    *("optimizer.exact_every=5", "optimizer.shift=null"),
 )
+LORO = ("optimizer.exact_every=5", "optimizer.shift=null")  # its schedule would not fit into a rehearsal
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Item:
                     given = {key_of(word) for word in REHEARSAL}
                     words = [word for word in words if key_of(word) not in given]
                     words = [word.replace("${scale.rank}", str(RANK)) for word in words]
+                    words += LORO if row == "loro" else ()
                 found += [Line(f"{self.name}: {row}", (*words, f"seed={seed}")) for seed in seeds]
         return found
 

@@ -69,14 +69,17 @@ class Cell:
         shown = spread(self.values)
         return shown if shown == NONE or self.convention or "diverged" in shown else shown + UNBIASED
 
-    def published(self, text: str, has_ours: bool) -> str:
-        """``text``, which is published, or what differs where there is one of ours."""
-        return text if text == NONE or not has_ours or not self.differs else few(self.differs)
+    @property
+    def run(self) -> pd.Series | None:
+        """The run of a row that has one."""
+        return self.of.iloc[-1] if len(self.of) else None
 
 
-def few(names: Iterable[str]) -> str:
-    """What differs, in a cell."""
-    names = list(names)
+def beside(ours: str, published: str, differs: Iterable[str]) -> str:
+    """``published``, or what ``differs`` if one of ours stands beside it."""
+    names = list(differs)
+    if NONE in (ours, published) or not names:
+        return published
     return f"differs: {', '.join(names)}" if len(names) <= 3 else f"differs in {len(names)} ways"
 
 
@@ -130,6 +133,8 @@ def what_differs(cfg: Config, of: pd.DataFrame, paper: dict) -> dict[str, tuple[
         return {}
     run = ended(of).iloc[0]
     found = {}
+    if keys := differing_text(of):
+        found["seeds"] = ", ".join(keys), "one text"
     for key, (theirs, ours) in differences(identity(cfg), run.identity).items():
         if key not in ("seed", "data.seed", "data.streams"):
             found[key] = str(ours), str(theirs)
@@ -173,9 +178,9 @@ def scales(found: Found) -> Iterator[Table | Picture]:
             of = found.cells[row, scale]
             ours, ppl = of.ours(), of.paper.get("ppl", np.nan)
             deviation = cell(of.paper.get("ppl_std", np.nan), ".2f")
-            printed_ = cell(ppl, ".2f") + ("" if deviation == NONE else f" ± {deviation}")
+            theirs = cell(ppl, ".2f") + ("" if deviation == NONE else f" ± {deviation}")
             shown[scale, "PPL"] = BEST.format(ours) if (row, scale) in best else ours
-            shown[scale, "paper"] = of.published(printed_, ours != NONE)
+            shown[scale, "paper"] = beside(ours, theirs, of.differs)
             plain = ours != NONE and not of.differs and np.isfinite(of.values).all()
             shown[scale, "Δ paper"] = cell(of.values.mean() - ppl, "+.2f") if plain else NONE
             if item.control:
@@ -204,11 +209,9 @@ def _beside(ours: str, theirs: str) -> str:
 def _better(found: Found) -> set[tuple[str, str]]:
     """Of each pair without and with DLR that has ended, the cell with the lower mean."""
     best = set()
-    for (row, scale), of in found.cells.items():
+    for row, scale in found.cells:
         pair = {name: found.cells.get((name, scale)) for name in (row, f"{row}+dlr")}
-        if all(
-            of and len(of.values) and np.isfinite(of.values).all() and of.ours()[0].isdigit() for of in pair.values()
-        ):
+        if all(each and each.ours()[0].isdigit() and np.isfinite(each.values).all() for each in pair.values()):
             best.add((min(pair, key=lambda name: pair[name].values.mean()), scale))
     return best
 
@@ -217,9 +220,8 @@ def _to_control(found: Found, row: str, scale: str) -> str:
     of, control = found.cells[row, scale], found.cells.get((found.item.control, scale))
     if control is None or not len(of.of) or not len(control.of):
         return NONE
-    if keys := differing_text(pd.concat([of.of, control.of])):
-        return few(keys)
-    return spread(differences_by_seed(control.values, of.values), "+.2f")
+    keys = differing_text(pd.concat([of.of, control.of]))
+    return beside("", spread(differences_by_seed(control.values, of.values), "+.2f"), keys)
 
 
 @dataclass(frozen=True)
@@ -272,18 +274,16 @@ def milestones(found: Found) -> Iterator[Table | Picture]:
     for (row, scale), of in found.cells.items():
         shown: dict[tuple[str, str], str] = {("", "Method"): row}
         for at, theirs in zip(found.item.milestones, of.paper["own"], strict=True):
-            ours = [_at(found, run, round(at / last * run.planned)) for run in of.of.itertuples()]
-            shown[f"{at // 1000}K steps", "PPL"] = ours[0] if ours else NONE
-            shown[f"{at // 1000}K steps", "paper"] = of.published(str(theirs), bool(ours) and ours[0] != NONE)
+            ours = NONE if of.run is None else _at(found, of.run, round(at / last * of.run.planned))
+            shown[f"{at // 1000}K steps", "PPL"] = ours
+            shown[f"{at // 1000}K steps", "paper"] = beside(ours, str(theirs), of.differs)
         shown |= _memory(of, printed("measured", row, scale) or {})
         rows.append(shown)
-    note = (
-        "Milestones are of one schedule. oom: out of the paper's memory. A schedule of other steps: at the same share."
-    )
+    note = "Milestones are of one schedule; of one of other steps, at the same share. oom: out of the paper's memory."
     yield table(found.item.name, found.item.title, rows, [CONVENTION, note, *remarks_on(found)])
 
 
-def _at(found: Found, run, step: int) -> str:
+def _at(found: Found, run: pd.Series, step: int) -> str:
     """The perplexity of a run after ``step``; by the convention if it is there."""
     of = found.runs.metrics
     at = of[(of.run == run.run) & (of.step == step)]
@@ -295,32 +295,22 @@ def _at(found: Found, run, step: int) -> str:
 
 def _memory(of: Cell, theirs: dict) -> dict[tuple[str, str], str]:
     """Peak of a GPU, beside the published one if the machine and the micro-batch are its."""
-    run = of.of.iloc[-1] if len(of.of) else None
-    ours = NONE if run is None else cell(run.memory, ".2f")
-    differs = _machine_differs(of, theirs)
-    paper = cell(theirs.get("memory_gb", np.nan), ".2f")
-    if ours != NONE and differs and paper != NONE:
-        paper = few(differs)
+    ours = NONE if of.run is None else cell(of.run.memory, ".2f")
+    paper = beside(ours, cell(theirs.get("memory_gb", np.nan), ".2f"), _machine_differs(of, theirs))
     return {("Memory GB", "peak"): ours, ("Memory GB", "paper"): paper}
 
 
 def _machine_differs(of: Cell, theirs: dict) -> list[str]:
-    """What of the machine and of the model is not as in the paper's measurement; text and tokenizer do not matter."""
-    if not len(of.of):
+    """What of the machine and of the model is not as in the paper's measurement; text and size do not matter."""
+    if of.run is None:
         return []
-    found = [key for key in of.differs if key not in ("text", "tokenizer", "convention", "parameters")]
-    if GPU not in of.of.iloc[-1].machine:
-        found.append("GPU")
-    if (micro := _micro_batch(of)) and micro != theirs.get("micro_batch"):
-        found.append(f"micro-batch {micro}")
-    return found
+    found = [key for key in of.differs if key not in ("seeds", "text", "tokenizer", "convention", "parameters")]
+    found += [] if GPU in of.run.machine else ["GPU"]
+    return found + ([] if _micro_batch(of.run) == theirs.get("micro_batch") else ["micro-batch"])
 
 
-def _micro_batch(of: Cell) -> int:
-    """Sequences that a rank took at once; 0 if there is no run."""
-    if not len(of.of):
-        return 0
-    run = of.of.iloc[-1]
+def _micro_batch(run: pd.Series) -> int:
+    """Sequences that a rank took at once."""
     folder, ranks = Path(run.run), _ranks(run)
     return read_record(folder).get("micro_batch", {}).get(str(ranks)) or parse(read_config(folder)).micro_batch(ranks)
 
@@ -333,18 +323,15 @@ def system(found: Found) -> Iterator[Table | Picture]:
     """Memory and speed of a GPU beside the published ones, with the machine."""
     rows = []
     for (row, scale), of in found.cells.items():
-        theirs = printed("measured", row, scale) or {}
+        theirs, ours, run = printed("measured", row, scale) or {}, NONE, of.run
         shown = {("", "Method"): row} | _memory(of, theirs)
-        run = of.of.iloc[-1] if len(of.of) else None
-        ours = np.nan if run is None else run.speed / _ranks(run)
-        paper = cell(theirs.get("tokens_per_s_32xh100", np.nan) / 32, ",.0f")
-        if ours == ours and (differs := _machine_differs(of, theirs)):
-            paper = few(differs)
-        shown |= {("Tokens/s of a GPU", "ours"): cell(ours, ",.0f"), ("Tokens/s of a GPU", "paper"): paper}
         if run is not None:
+            ours = cell(run.speed / _ranks(run), ",.0f")
             shown |= {("", "Param M"): cell(run.parameters / 1e6, ",.4g"), ("", "Machine"): run.machine}
-            shown |= {("", "Micro-batch"): str(_micro_batch(of))}
-        rows.append(shown)
+            shown |= {("", "Micro-batch"): str(_micro_batch(run))}
+        paper = cell(theirs.get("tokens_per_s_32xh100", np.nan) / 32, ",.0f")
+        paper = beside(ours, paper, _machine_differs(of, theirs))
+        rows.append(shown | {("Tokens/s of a GPU", "ours"): ours, ("Tokens/s of a GPU", "paper"): paper})
     notes = [
         "Memory is the peak of what torch allocates. Tokens count padding; the paper's are of 32 H100, divided by 32. "
         "The perplexities of these rows are in table1."
@@ -372,8 +359,7 @@ def dynamics(found: Found) -> Iterator[Table | Picture]:
     yield from scales(replace(found, item=replace(found.item, title=f"{found.item.title}: perplexity")))
     yield from curve(found)
     for program in found.programs:
-        if program.makes.exists():
-            result = json.loads(program.makes.read_text(encoding="utf-8"))
+        if result := _result(program.makes):
             ax, of = axes(), result["variants"]
             ax.barh([one["name"] for one in of], [one["tokens_per_second"] for one in of], color=COLOURS[0])
             ax.invert_yaxis()
@@ -409,41 +395,41 @@ def paths(found: Found) -> Iterator[Table | Picture]:
 def fold(found: Found) -> Iterator[Table | Picture]:
     """Each number of the fold beside the published one."""
     for program, of in zip(found.programs, found.cells.values(), strict=False):
-        record = json.loads(program.makes.read_text(encoding="utf-8")) if program.makes.exists() else {}
-        rows = []
+        record, rows = _result(program.makes), []
+        machine = str(record.get("fold/shape"))
+        differs = [key for key in of.differs if key != "convention"] + ([] if GPU in machine else ["GPU"])
         for name, theirs in of.paper["own"].items():
-            ours, text = record.get(f"fold/{name}"), f"{theirs:,.6g}" if theirs < 1e6 else f"{theirs:,}"
-            differs = dict.fromkeys(
-                [*of.differs, *([] if GPU in str(record.get("fold/shape")) else ["GPU"])] if record else []
-            )
-            differs.pop("convention", None)  # of another number
-            shown = NONE if ours is None else f"{ours:,.6g}" if ours < 1e6 else f"{ours:,}"
-            paper = few(differs) if ours is not None and differs else text
-            rows.append({"Quantity": name.replace("_", " "), "Ours": shown, "Paper": paper})
-        notes = [f"Latency of a forward pass of {record['fold/shape']}." if record else "", *remarks_on(found)]
-        yield table(found.item.name, found.item.title, rows, [note for note in notes if note])
+            ours = _digits(record[f"fold/{name}"]) if record else NONE
+            paper = beside(ours, _digits(theirs), differs)
+            rows.append({"Quantity": name.replace("_", " "), "Ours": ours, "Paper": paper})
+        notes = [f"Latency of a forward pass of {machine}."] if record else []
+        yield table(found.item.name, found.item.title, rows, [*notes, *remarks_on(found)])
+
+
+def _digits(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _result(file: Path) -> dict:
+    """What a program has written; empty if it has not run."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def tasks(found: Found) -> Iterator[Table | Picture]:
     """Accuracy in percent of each method: plainly, with the tokenizer as published, and the published one."""
-    rows, scored = (
-        [],
-        {program.makes.stem: program.makes for program in found.programs if program.makes.suffix == ".json"},
-    )
+    rows, files = [], {program.makes.name: program.makes for program in found.programs}
     for (row, _), of in found.cells.items():
-        names = list(of.paper["own"])
-        for kind, stem in (("plain", row), ("as published", f"{row}-published")):
-            file = scored.get(stem)
-            result = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
-            values = result.get("tasks", {}) | {"average": result.get("average", {})}
-            count = len(result.get("checkpoints", []))
-            rows.append(
-                {"Method": row, "Tokenizer": kind} | {name: _percent(values.get(name, {}), count) for name in names}
-            )
-        differs = dict.fromkeys([*of.differs, *(["documents"] if result.get("limit") else [])])
-        differs.pop("convention", None)
-        told = {name: few(differs) if result and differs else f"{of.paper['own'][name]:.2f}" for name in names}
-        rows.append({"Method": row, "Tokenizer": "paper"} | told)
+        differs, told = [key for key in of.differs if key != "convention"], {}
+        for kind, name in (("plain", f"{row}.json"), ("as published", f"{row}-published.json")):
+            result = _result(files[name]) if name in files else {}
+            scored = result.get("tasks", {}) | {"average": result.get("average", {})}
+            told = {task: _percent(scored.get(task, {}), result) for task in of.paper["own"]}
+            rows.append({"Method": row, "Tokenizer": kind} | told)
+            differs += ["documents"] if result.get("limit") else []
+        paper = {
+            task: beside(told[task], f"{acc:.2f}", dict.fromkeys(differs)) for task, acc in of.paper["own"].items()
+        }
+        rows.append({"Method": row, "Tokenizer": "paper"} | paper)
     notes = [
         "Accuracy in %, mean ± standard deviation (checkpoints). As published: every text ends with </s>, so that "
         "tasks whose choices are one token always pick the first one."
@@ -451,11 +437,11 @@ def tasks(found: Found) -> Iterator[Table | Picture]:
     yield table(found.item.name, found.item.title, rows, [*notes, *remarks_on(found)])
 
 
-def _percent(of: dict, count: int) -> str:
+def _percent(of: dict, result: dict) -> str:
     if of.get("acc") is None:
         return NONE
     deviation = f" ± {100 * of['std']:.2f}" if of.get("std") is not None else ""
-    return f"{100 * of['acc']:.2f}{deviation} ({count})"
+    return f"{100 * of['acc']:.2f}{deviation} ({len(result['checkpoints'])})"
 
 
 LAYOUTS: dict[str, Callable[[Found], Iterator[Table | Picture]]] = {

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from string import Template
 
 from dlr_pretrain.analysis import paper_views
-from dlr_pretrain.analysis.figures import Picture
 from dlr_pretrain.analysis.paper import Item, Program, items, load_each, without_seed
 from dlr_pretrain.analysis.plan import GPU, MFU
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
@@ -45,9 +45,8 @@ class Work:
         counts = Counter(at.state for at in self.stands)
         said = [f"{counts[state]} {state}" for state in STATES if counts[state]]
         if self.programs:
-            said.append(
-                f"{sum(one.makes.exists() for one in self.programs)} of {plural(len(self.programs), 'program')} done"
-            )
+            done = sum(one.makes.exists() for one in self.programs)
+            said.append(f"{done} of {plural(len(self.programs), 'program')} done")
         return ", ".join(said)
 
     def next_command(self, overrides: Sequence[str]) -> str:
@@ -64,42 +63,34 @@ class Work:
 # What it takes
 
 
-def gpu_hours(configs: dict, gpu: str = GPU, mfu: Sequence[float] = MFU) -> dict[object, tuple[float, ...]]:
-    """GPU hours of each configuration at each utilisation, from FLOPs and the peak of ``gpu``, the least first."""
-    counted = paper_views.sizes(configs)
-    hours = {}
-    for name, cfg in configs.items():
-        positions = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
-        hours[name] = tuple(
-            counted[name].flops * positions / (PEAK_FLOPS[gpu] * share) / 3600 for share in sorted(mfu)[::-1]
-        )
-    return hours
-
-
-def measured_hours(run: PlannedRun, gpu: str) -> float | None:
-    """GPU hours of a run at its own speed on ``gpu``; None if it has none there."""
-    start = (read_record(run.dir).get("starts") or [{}])[-1]
-    speeds = [line.get("perf/tokens_per_second") for line in read_metrics(run.dir / "metrics.jsonl")[-100:]]
-    known = sorted(speed for speed in speeds if speed)
-    if start.get("device") != gpu or not known:
-        return None
-    train = run.cfg.train
-    positions = train.steps * train.global_batch * train.seq_len
-    return positions / known[len(known) // 2] * start["world_size"] / 3600
-
-
 def hours_of(works: Sequence[Work], gpu: str, mfu: Sequence[float]) -> dict[Path, tuple[float, ...]]:
-    """GPU hours of each run, by its directory: at the measured speed of its cell where there is one, else planned."""
+    """GPU hours of each run, by its directory, at each utilisation, the least first, by FLOPs and the peak of ``gpu``.
+
+    Runs that differ from one on that GPU in their seed alone have its measured speed instead.
+    """
     runs = {run.dir: run for work in works for run in work.runs}
-    cells = {without_seed(run.line): run.cfg for run in runs.values()}
-    planned = gpu_hours(cells, gpu, mfu)
-    measured: dict[object, tuple[float, ...]] = {}
+    cells = {without_seed(run.line): run for run in runs.values()}
+    counted, hours = paper_views.sizes({key: run.cfg for key, run in cells.items()}), {}
+    for key, run in cells.items():
+        at_peak = counted[key].flops * positions(run) / PEAK_FLOPS[gpu] / 3600
+        hours[key] = tuple(at_peak / share for share in sorted(mfu, reverse=True))
     for run in runs.values():
-        if (run.dir / "metrics.jsonl").exists() and (hours := measured_hours(run, gpu)):
-            measured[without_seed(run.line)] = (hours,)
-    return {
-        folder: measured.get(without_seed(run.line), planned[without_seed(run.line)]) for folder, run in runs.items()
-    }
+        if speed := measured_speed(run.dir, gpu):
+            hours[without_seed(run.line)] = (positions(run) / speed / 3600,)
+    return {folder: hours[without_seed(run.line)] for folder, run in runs.items()}
+
+
+def positions(run: PlannedRun) -> int:
+    """Positions of the whole run."""
+    return run.cfg.train.steps * run.cfg.train.global_batch * run.cfg.train.seq_len
+
+
+def measured_speed(folder: Path, gpu: str) -> float | None:
+    """Tokens/s of one ``gpu`` in the last steps of a run; None if it was not trained on it."""
+    start = (read_record(folder).get("starts") or [{}])[-1]
+    lines = read_metrics(folder / "metrics.jsonl")[-100:] if start.get("device") == gpu else []
+    speeds = [speed for line in lines if (speed := line.get("perf/tokens_per_second"))]
+    return median(speeds) / start["world_size"] if speeds else None
 
 
 def total(hours: Sequence[tuple[float, ...]], unit: float = 1) -> str:
@@ -118,16 +109,12 @@ def disk_of(runs: Sequence[PlannedRun]) -> str:
 # Pages
 
 
-def render(
-    works: Sequence[Work], overrides: Sequence[str], output: Path, command: str, rehearsal: bool
-) -> list[Table | Picture]:
-    """Write ``reproduce.html`` and ``.md``, tables and figures of the items into ``output``; returns what is on it."""
+def render(works: Sequence[Work], overrides: Sequence[str], output: Path, command: str, rehearsal: bool) -> None:
+    """Write ``reproduce.html`` and ``.md``, tables and figures of the items into ``output``."""
     lines = {without_seed(line): line for work in works for line in work.item.lines()}
     defined = {without_seed(run.line): run.cfg for run in load_runs(list(lines.values()))}
     parts: list[Part] = []
-    remarks = (
-        ["rehearsal: tiny models, a few updates, made-up documents. No number means anything"] if rehearsal else []
-    )
+    remarks = ["Rehearsal: tiny models, a few updates, made-up documents. No number means anything."] * rehearsal
     for work in works:
         item = work.item
         cells = {(item.row_of(line), scale_of(line)): defined[without_seed(line)] for line in item.lines()}
@@ -138,10 +125,8 @@ def render(
             told = [f"next: {work.next_command(overrides)}", *told, *(f"due: {program}" for program in work.ready)]
         parts += [Section(item.name, f"{item.name}: {item.title}", [*told, *dict.fromkeys(found.notes)]), *made]
     write_tables([part for part in parts if isinstance(part, Table)], output / "tables")
-    write_page(
-        "The DLR paper, reproduced", remarks, parts, command, output, "reproduce", "rehearsal" if rehearsal else ""
-    )
-    return [part for part in parts if not isinstance(part, Section)]
+    mark = "rehearsal" if rehearsal else ""
+    write_page("The DLR paper, reproduced", remarks, parts, command, output, "reproduce", mark)
 
 
 def scale_of(line: Line) -> str:

@@ -28,7 +28,7 @@ from dlr_pretrain.launch.runs import PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.submit import ranges
 from dlr_pretrain.train.record import update_record
 from tests.conftest import ROOT, main_of
-from tests.unit.test_report import CONVENTION, a_run, logged
+from tests.unit.test_report import CONVENTION, PAPER, a_run, logged
 
 C4 = {"training": "1,024 files (305GB): en/c4-train.00000-of-01024.json.gz, and 1,023 more"}
 SHORT = replace(items()["variance"], scales=["60m"], seeds=[41, 42, 43], common="train.steps=60 eval.every=20")
@@ -95,6 +95,17 @@ def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
     assert re.search(r"s43-\w+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
 
 
+def test_seeds_of_two_texts_have_no_mean_beside_the_papers(tmp_path):
+    runs = planned(SHORT, f"run.root={tmp_path}")
+    for seed in (41, 42):
+        trained(runs["cola+dlr", seed])
+    record = read_record(runs["cola+dlr", 42].dir)
+    update_record(runs["cola+dlr", 42].dir, {"identity": record["identity"] | {"data.shards": "2" * 64}})
+    frame, _ = shown(SHORT, runs, tmp_path)
+    assert frame["60m PPL"]["cola+dlr"] == "seeds differ: data.shards"
+    assert frame["60m paper"]["cola+dlr"] == "differs: seeds"
+
+
 def test_half_of_the_rank_is_no_row_of_the_paper(tmp_path):
     runs = planned(SHORT, f"run.root={tmp_path}", "scale.rank=64", "seed=41")
     trained(runs["cola+dlr", 41])
@@ -151,6 +162,29 @@ def test_an_item_says_what_it_would_run_and_the_next_command(tmp_path, monkeypat
     assert main_of("reproduce", "tabel1") == 3 and "Choose from table1, table7b" in capsys.readouterr().err
     assert main_of("reproduce", "dynamics", "--gpu", "H100") == 3 and "Choose from NVIDIA" in capsys.readouterr().err
     assert main_of("reproduce", "dynamics", "--", "--mem=0") == 2
+
+
+def test_the_runs_that_are_due_are_one_array(tmp_path, monkeypatch):
+    for name, does in {"sbatch": f"printf '%s\\n' \"$@\" > {tmp_path}/asked; echo 70", "squeue": ":"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    assert main_of("reproduce", "dynamics", "--submit", "--limit", "2", "--", "--mem=4G") == 0
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {"--array=1-4%2", "--mem=4G", "--job-name=dynamics"} < set(asked)
+    lines = Path(asked[-1]).read_text().splitlines()
+    assert len(lines) == 4 and lines[1] == "scale=60m experiment=paper backbone=cola dlr=on seed=41"
+
+
+def test_an_own_run_takes_the_place_of_the_items(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = a_run(tmp_path / "mine", *PAPER, "dlr=on", "train.steps=60")
+    update_record(run, {"saved": 60, "state": {"name": "complete", "step": 60, "reason": "", "time": 1.0}})
+    assert main_of("reproduce", "fold", "run=mine") == 0
+    said = capsys.readouterr().out
+    assert "mine: complete" in said and "fold.py mine/checkpoints/step_00000060 --output runs/paper/fold/mine" in said
+    assert "next       python scripts/reproduce.py fold run=mine --local" in said
 
 
 def test_a_page_without_runs_shows_what_is_published(tmp_path, monkeypatch):
