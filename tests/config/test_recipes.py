@@ -97,14 +97,6 @@ def settings(*words: str) -> dict[str, object]:
     return values | {"warmup": cfg.warmup_steps}
 
 
-def at(value: object, column: int) -> object:
-    return value[column] if isinstance(value, tuple) else value
-
-
-def reaches(value: object, column: int) -> bool:
-    return not isinstance(value, tuple) or column < len(value)
-
-
 def test_every_row_is_a_run_of_its_own_in_the_papers_setting():
     found = {}
     for item in items().values():
