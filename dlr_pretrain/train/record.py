@@ -39,7 +39,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     The identity is the settings that affect the mathematics of the run, and the ``fingerprints`` of the data, their
     order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
-    _refuse_strangers(run_dir)
+    _refuse_strangers(run_dir, cfg.data.cache)
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "started_from": None, "micro_batch": {}})
     bind_identity(run_dir, identity(cfg) | fingerprints)
@@ -47,14 +47,16 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 
 
-def _refuse_strangers(run_dir: Path) -> None:
+def _refuse_strangers(run_dir: Path, cache: str | None) -> None:
     """Raise UserError if the directory holds files, and no run: a run would overwrite some of them.
 
-    A run that has lost its manifest still has checkpoints. Logs, and what queued the run, may be there before it.
+    A run that has lost its manifest still has checkpoints. Logs, what queued the run, and its cache may be there before
+    it.
     """
     if read_record(run_dir) or directories(run_dir / "checkpoints"):
         return
-    others = [path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "job.json"]
+    expected = {"job.json", "profile", *([Path(cache).name] if cache and Path(cache).parent == run_dir else [])}
+    others = {path.name for path in run_dir.iterdir() if path.name[0] != "."} - expected
     if strangers := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
         rule = f"is not empty (it has {strangers[0]}), and holds no run"
         raise UserError(f"run.dir={run_dir}: {rule}. Name a new folder")
