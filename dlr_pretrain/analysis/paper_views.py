@@ -84,6 +84,46 @@ def beside(ours: str, published: str, differs: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
+class Size:
+    """What a run takes: FLOPs of a position, millions of trained parameters, GB of weights and optimizer state without
+    padding, and bytes on the disk."""
+
+    flops: float
+    trained: float
+    state: float
+    disk: int
+
+
+_SIZES: dict[str, Size] = {}
+
+
+def sizes(configs: dict) -> dict:
+    """The size of each configuration. Equal models are counted once, on all cores."""
+    kept = ("scale.", "backbone.", "optimizer.", "precision.", "train.s", "dlr.learn_alpha", "dlr.train_b")
+    keys = {}
+    for name, cfg in configs.items():
+        model = {key: value for key, value in identity(cfg).items() if key.startswith(kept)}
+        keys[name] = json.dumps([model, cfg.micro_batch(1), vars(cfg.checkpoint)])
+    due = {key: configs[name] for name, key in keys.items() if key not in _SIZES}
+    if len(due) < 4:
+        _SIZES.update(zip(due, map(_size, due.values()), strict=True))
+    else:
+        with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
+            _SIZES.update(zip(due, pool.map(_size, due.values()), strict=True))
+    return {name: _SIZES[key] for name, key in keys.items()}
+
+
+def _size(cfg: Config) -> Size:
+    vocabulary = cfg.planned_vocab_size
+    return Size(
+        flops_per_token(cfg, vocabulary, cfg.micro_batch(1)),
+        parameters(cfg, vocabulary)["trainable"] / 1e6,
+        state_and_moments(cfg, vocabulary, alignment=1) / 1e9,
+        disk_bytes(cfg, vocabulary)["run"],
+    )
+
+
+@dataclass(frozen=True)
 class Found:
     """An item with everything that is shown of it."""
 
@@ -117,18 +157,22 @@ def read(
         found, notes = None, [*notes, str(error)]
     if found:
         notes += found.remarks
-    cells = {}
+    cells, shown = {}, {run.cfg.scale.name for run in runs}
+    printed_size = {
+        key: cfg for key, cfg in defined.items() if found and key[1] in shown and "params_m" in item.numbers(*key)
+    }
+    counted = sizes(printed_size)
     for (row, scale), cfg in defined.items():
         own = {str(run.dir): run for run in runs if item.row_of(run.line) == row and run.cfg.scale.name == scale}
-        if own or scale in {run.cfg.scale.name for run in runs}:
+        if scale in shown:
             of = found.runs[found.runs.run.isin(own)] if found else pd.DataFrame(columns=NO_RUN, dtype=float)
             paper = item.numbers(row, scale)
-            cells[row, scale] = Cell(cfg, of, paper, what_differs(cfg, of, paper))
+            cells[row, scale] = Cell(cfg, of, paper, what_differs(cfg, of, paper, counted.get((row, scale))))
     return Found(item, cells, found, programs, folder, notes)
 
 
-def what_differs(cfg: Config, of: pd.DataFrame, paper: dict) -> dict[str, tuple[str, str]]:
-    """What of the runs ``of`` is not as published: settings, size, text, tokenizer, and the convention."""
+def what_differs(cfg: Config, of: pd.DataFrame, paper: dict, size: Size | None = None) -> dict[str, tuple[str, str]]:
+    """What of the runs ``of`` is not as published: settings, text, tokenizer, convention, and the size of ``cfg``."""
     if not len(ended(of)):
         return {}
     run = ended(of).iloc[0]
@@ -138,9 +182,8 @@ def what_differs(cfg: Config, of: pd.DataFrame, paper: dict) -> dict[str, tuple[
     for key, (theirs, ours) in differences(identity(cfg), run.identity).items():
         if key not in ("seed", "data.seed", "data.streams"):
             found[key] = str(ours), str(theirs)
-    size = round(run.parameters / 1e6) if run.parameters == run.parameters else 0
-    if "params_m" in paper and size != round(paper["params_m"]):
-        found["parameters"] = f"{size}M", f"{paper['params_m']:.0f}M"
+    if size is not None and round(size.trained) != round(paper["params_m"]):
+        found["parameters"] = f"{size.trained:.0f}M", f"{paper['params_m']:.0f}M"
     if not C4.search(run.start.get("files", {}).get("training", "")):
         found["text"] = str(run.start.get("text", "unknown")), "all of C4"
     if run.identity.get("tokenizer.pieces") != T5:
@@ -222,46 +265,6 @@ def _to_control(found: Found, row: str, scale: str) -> str:
         return NONE
     keys = differing_text(pd.concat([of.of, control.of]))
     return beside("", spread(differences_by_seed(control.values, of.values), "+.2f"), keys)
-
-
-@dataclass(frozen=True)
-class Size:
-    """What a run takes: FLOPs of a position, millions of trained parameters, GB of weights and optimizer state without
-    padding, and bytes on the disk."""
-
-    flops: float
-    trained: float
-    state: float
-    disk: int
-
-
-_SIZES: dict[str, Size] = {}
-
-
-def sizes(configs: dict) -> dict:
-    """The size of each configuration. Equal models are counted once, on all cores."""
-    kept = ("scale.", "backbone.", "optimizer.", "precision.", "train.s", "dlr.learn_alpha", "dlr.train_b")
-    keys = {}
-    for name, cfg in configs.items():
-        model = {key: value for key, value in identity(cfg).items() if key.startswith(kept)}
-        keys[name] = json.dumps([model, cfg.micro_batch(1), vars(cfg.checkpoint)])
-    due = {key: configs[name] for name, key in keys.items() if key not in _SIZES}
-    if len(due) < 4:
-        _SIZES.update(zip(due, map(_size, due.values()), strict=True))
-    else:
-        with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
-            _SIZES.update(zip(due, pool.map(_size, due.values()), strict=True))
-    return {name: _SIZES[key] for name, key in keys.items()}
-
-
-def _size(cfg: Config) -> Size:
-    vocabulary = cfg.planned_vocab_size
-    return Size(
-        flops_per_token(cfg, vocabulary, cfg.micro_batch(1)),
-        parameters(cfg, vocabulary)["trainable"] / 1e6,
-        state_and_moments(cfg, vocabulary, alignment=1) / 1e9,
-        disk_bytes(cfg, vocabulary)["run"],
-    )
 
 
 # ----------------------------------------------------------------------------------------------------

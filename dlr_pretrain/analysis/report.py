@@ -18,7 +18,8 @@ from dlr_pretrain.util.files import write_durably
 DOCUMENT = r"""\documentclass{article}
 \usepackage[utf8]{inputenc}
 \usepackage[T1]{fontenc}
-\usepackage{textcomp,booktabs,graphicx,geometry}
+\usepackage{textcomp,booktabs,graphicx}
+\usepackage[landscape,margin=15mm]{geometry}
 \begin{document}
 %s
 \end{document}

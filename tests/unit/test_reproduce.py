@@ -41,7 +41,7 @@ def trained(run: PlannedRun, level: float = 4.0, files: dict = C4, **how) -> Pat
     record = read_record(folder)
     start = record["starts"][0] | {"files": files, "text": "some text"}
     identity = record["identity"] | {"tokenizer.pieces": paper_views.T5}
-    update_record(folder, {"starts": [start], "identity": identity, "parameters": 42_771_000})
+    update_record(folder, {"starts": [start], "identity": identity})
     return folder
 
 
@@ -114,6 +114,18 @@ def test_half_of_the_rank_is_no_row_of_the_paper(tmp_path):
     assert row["60m paper"] == "differs: scale.rank, backbone.rank" and row["60m PPL"].endswith("(1)")
     assert "differs: scale.rank 64, published 128 (all)" in notes
     assert frame["60m paper"]["uncorrected"] == "33.80 ± 0.14"  # no run of ours stands beside it
+
+
+def test_the_papers_size_is_that_of_trained_parameters(tmp_path):
+    """LoRA's is; SLTrain's, by its authors' sparsity, is not that of the paper, so its row has no partner."""
+    item = replace(items()["table1"], scales=["60m"], seeds=[41], common=SHORT.common, rows={"lora": "", "sltrain": ""})
+    runs = planned(item, f"run.root={tmp_path}")
+    for run in runs.values():
+        trained(run)
+    frame, notes = shown(item, runs, tmp_path)
+    assert frame["60m paper"].to_dict() == {"lora": "35.30", "sltrain": "differs: parameters"}
+    assert frame["60m Param M"].to_dict() == {"lora": "43", "sltrain": "44 (47)"}
+    assert "differs: parameters 44M, published 47M (sltrain 60m)" in notes
 
 
 def test_the_better_of_a_pair_is_bold_in_every_format(tmp_path):
