@@ -222,7 +222,7 @@ def test_the_documentation_is_that_of_the_definitions():
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_rehearsal_fills_every_cell(tmp_path):
-    """All items but the tasks of fine-tuned models, whose programs take minutes; they are shown as due."""
+    """All items but the two that take longest: CI would wait for them, and other items have their views."""
     chosen = [name for name in items() if name not in ("sft", "table1")]
     command = [sys.executable, "scripts/reproduce.py", *chosen, "--rehearse", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
