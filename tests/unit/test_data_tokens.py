@@ -66,8 +66,9 @@ def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tm
     tokens = opened(make_config("tokens", data__root=made, **keys))
     for cfg, source, tokenizer in (text, tokens):  # a run on text goes on with its tokens
         prints = {"shards": source.fingerprint, "order": source.order, "pieces": tokenizer.fingerprint}
-        open_record(made.parent, cfg, prints)
-        update_record(made.parent, {"saved": 1})
+        (run_dir := tmp_path / "run").mkdir(exist_ok=True)
+        open_record(run_dir, cfg, prints)
+        update_record(run_dir, {"saved": 1})
     whole = global_batches(*text, 1, 40)  # several epochs
     head = global_batches(*tokens, 2, 17)
     assert same(head + global_batches(*text, 4, 3, head[-1][3]), whole[:20])
