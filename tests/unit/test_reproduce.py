@@ -219,8 +219,7 @@ def test_the_documentation_is_that_of_the_definitions():
     assert (ROOT / "docs/reproduce.md").read_text() == made, "scripts/reproduce.py --documentation > docs/reproduce.md"
 
 
-@pytest.mark.full
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rehearsal_fills_every_cell(tmp_path):
     """All items but the two that take longest: CI would wait for them, and other items have their views."""
     chosen = [name for name in items() if name not in ("sft", "table1")]
