@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.variants import Variant, can_branch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.optim.adamw import rounded
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
@@ -88,7 +88,7 @@ def plain_model(cfg: Config, ranks: Ranks, rounding: int | None) -> Llama:
     """The model of ``cfg``, rounded to the nearest value of the state's dtype; with a seed ``rounding``, at random to
     bf16 values."""
     dtype = STATE_DTYPE[cfg.precision.name]
-    model = build(cfg, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
+    model = build_model(cfg, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
     if rounding is not None:
         generator = torch.Generator(ranks.device).manual_seed(rounding)
         for p in model.parameters():

@@ -17,7 +17,7 @@ from dlr_pretrain.config import parse
 from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.deploy.fold import batches, validation_of
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.layer import Layer, named_layers
 from dlr_pretrain.models.residual import add_, branch_, entries
@@ -54,7 +54,7 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
             raise UserError(f"{checkpoint}: {damage}. Move it away")
         state = {name: stored.whole() for name, stored in load(checkpoint).model.items()}
         learned = state.pop(ALPHA, None)
-        model = build(cfg, len(state["lm_head.weight"]), device, initialize=False)
+        model = build_model(cfg, len(state["lm_head.weight"]), device, initialize=False)
         model.load_state_dict(state)
         measured = measure(model, cfg.dlr, learned, names, list(batches(text, device)))
         rows += [{"projection": n, "step": step_of(checkpoint), **numbers} for n, numbers in measured.items()]

@@ -33,10 +33,10 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
-from dlr_pretrain.models.llama import build
+from dlr_pretrain.models.llama import build_model
 from dlr_pretrain.models.memory import memory
 from dlr_pretrain.models.residual import strengths
-from dlr_pretrain.optim.build import checkpoint_bytes, state_bytes
+from dlr_pretrain.optim.optimizer import checkpoint_bytes, state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 
@@ -83,13 +83,13 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
 
 def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
     """Numbers of parameters: of the model, of what is trained, and of the deployed model."""
-    return parameter_counts(cfg, build(cfg, vocab_size, torch.device("meta")))
+    return parameter_counts(cfg, build_model(cfg, vocab_size, torch.device("meta")))
 
 
 def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) -> int:
     """Bytes of a checkpoint: the values, and the optimizer's state. With ``alignment`` 1, without padding."""
     device, dtype = torch.device("meta"), STATE_DTYPE[cfg.precision.name]
-    model = build(cfg, vocab_size, device, dtype, alignment=alignment)
+    model = build_model(cfg, vocab_size, device, dtype, alignment=alignment)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     state |= strengths(model, cfg.dlr, like=model.lm_head.weight)

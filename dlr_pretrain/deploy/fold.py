@@ -21,7 +21,7 @@ from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few_digits
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.models.adapter import load_, split
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.residual import Residuals, add_, branch_
@@ -87,7 +87,7 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
 
 def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of the ``tensors`` of a checkpoint with every residual folded in, by their exported names."""
-    model = build(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
+    model = build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
     folded = {name: tensor.clone() for name, tensor in tensors.items()}
     add_(folded, model, cfg.dlr)
     return exported(cfg, folded)
@@ -95,14 +95,16 @@ def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 def exported(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The ``tensors`` of a checkpoint by their exported names."""
-    model = build(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
+    model = build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
     return split(model, {name: tensor for name, tensor in tensors.items() if name != ALPHA})
 
 
 @torch.no_grad()
 def are_trained(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
     """Whether ``folded`` are, bit for bit, the weights that training makes from ``tensors`` and multiplies by."""
-    model = build(cfg, len(tensors["lm_head.weight"]), torch.device("cpu"), WORKING_DTYPE[cfg.precision.name], False)
+    model = build_model(
+        cfg, len(tensors["lm_head.weight"]), torch.device("cpu"), WORKING_DTYPE[cfg.precision.name], False
+    )
     values = {name: tensors[name].clone() for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         p.copy_(values[name])
@@ -145,7 +147,7 @@ def consistency(
 def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:
     """The model of ``cfg`` in its working dtype; its products are those of training."""
     dtype = WORKING_DTYPE[cfg.precision.name]
-    model = build(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
+    model = build_model(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
     load_(model, tensors)
     return model.requires_grad_(False)
 

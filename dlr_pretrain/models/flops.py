@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import sizes
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 # Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
@@ -54,7 +54,7 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
 def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -> int:
     """FLOPs of a micro-batch in all products except attention's, with ``num_layers`` blocks."""
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
-    model = build(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # nothing is padded or formed again
+    model = build_model(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # nothing is padded or formed again
     ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
     with attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
@@ -73,7 +73,7 @@ def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
     learned, folded = 7 * cfg.scale.num_layers if cfg.dlr.enabled and cfg.dlr.learn_alpha else 0, total
     if cfg.backbone.layer.deployed_dense:
         dense = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
-        shapes = build(dense, model.lm_head.out_features, torch.device("meta"))
+        shapes = build_model(dense, model.lm_head.out_features, torch.device("meta"))
         folded = parameter_counts(dense, shapes)["total"]
     return {"total": total + learned, "trainable": trained + learned, "folded": folded}
 

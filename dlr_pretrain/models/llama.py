@@ -247,7 +247,7 @@ class Llama(nn.Module):
                     own[f"{name}.{leaf}"].copy_(value)
 
 
-def build(
+def build_model(
     cfg: Config,
     vocab_size: int,
     device: torch.device,

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import attention_as_on_a_gpu
-from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 META = torch.device("meta")
-StateBytes = Callable[..., int]  # of an optimizer, as ``optim.build.state_bytes``: models do not import optimizers
+StateBytes = Callable[..., int]  # of an optimizer, as ``optim.optimizer.state_bytes``: models do not import optimizers
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Memory:
 
 
 def memory(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
-    """The memory of ``cfg`` on one of ``ranks`` GPUs; ``state_bytes`` is that of ``optim.build``."""
+    """The memory of ``cfg`` on one of ``ranks`` GPUs; ``state_bytes`` is that of ``optim.optimizer``."""
     return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks, state_bytes)
 
 
 def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
-    model = build(cfg, vocab_size, META, working)
+    model = build_model(cfg, vocab_size, META, working)
     values: dict[str, Tensor] = dict(model.named_parameters())
     if has_masters := working != state:
         values = {name: torch.empty_like(p, dtype=state) for name, p in values.items()}
@@ -85,9 +85,9 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     whole gradients of these three stay until the end of the backward pass.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
-    model = build(cfg, vocab_size, META, working)
+    model = build_model(cfg, vocab_size, META, working)
     own = {name: p[: -(-len(p) // ranks)].to(state) for name, p in model.named_parameters()}  # as by torch.chunk
-    residuals = _residual_bytes(cfg, build(cfg, vocab_size, META, state), ranks=ranks)
+    residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), ranks=ranks)
     trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
     trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)

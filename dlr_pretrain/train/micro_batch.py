@@ -12,7 +12,7 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.models.memory import memory
-from dlr_pretrain.optim.build import state_bytes
+from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr

@@ -18,7 +18,7 @@ from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.optim.build import Optimizer, checkpoint_bytes
+from dlr_pretrain.optim.optimizer import Optimizer, checkpoint_bytes
 from dlr_pretrain.train.console import Console, describe_run, duration
 from dlr_pretrain.train.corpus import Corpus, open_corpus
 from dlr_pretrain.train.evaluate import Evaluator

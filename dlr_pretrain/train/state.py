@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import Residuals, add_, entries
-from dlr_pretrain.optim.build import Optimizer
-from dlr_pretrain.optim.build import build as build_optimizer
+from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train.checkpoint import StoredTensor
 from dlr_pretrain.train.parallel import is_fsdp, shard_
 from dlr_pretrain.train.ranks import Ranks
@@ -74,7 +73,7 @@ def new_model(
     differently. Without ``initialize`` there are no values yet, for a checkpoint to be loaded into. Under
     ``parallel=fsdp`` this rank keeps its rows.
     """
-    model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
+    model = build_model(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
     if pretrained is not None and ranks.is_main:
         pretrained.put_into_(model)
         if cfg.dlr.enabled:  # training adds it again: the first forward pass multiplies by the weights of the folder
@@ -97,7 +96,7 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
     residuals = None
     if dlr.enabled and dlr.mode == "residual":
         residuals = Residuals(model, dlr, values or working, compiled and model.lm_head.weight.is_cuda)
-    return build_optimizer(
+    return Optimizer(
         cfg.optimizer,
         working,
         values=values,

@@ -14,7 +14,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, relora
 from dlr_pretrain.models.layer import SeededInit, named_layers
-from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
 from tests.conftest import main_of, script
 from tests.parity.reference import CPU, VOCAB, r_transposed, small
@@ -23,7 +23,7 @@ PATHS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
 def test_both_paths_are_their_definition(backbone, separated):
     """u and v are how the mean loss changes with z where only B, or only the residual, passes the change on."""
     cfg = small(backbone, "dlr=on")
-    model = build(cfg, VOCAB, CPU).double()
+    model = build_model(cfg, VOCAB, CPU).double()
     ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
     targets[:, 9:] = -100
     documents = (torch.tensor([0] * 5 + [1] * 7).expand(3, 12),) if separated else ()

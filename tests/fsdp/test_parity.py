@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.models import attach_dlr
 from dlr_pretrain.models.memory import memory
-from dlr_pretrain.optim.build import state_bytes
+from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded

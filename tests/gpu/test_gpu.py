@@ -15,10 +15,10 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.llama import attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
-from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.parallel import clear_gradients
@@ -193,7 +193,7 @@ def test_gradients_of_masked_documents_are_finite(trainer):
 def test_a_residual_goes_out_and_in_bit_for_bit(precision, compiled):
     """W and B are those of a CPU."""
     cfg = config(f"precision={precision}", f"compile={compiled}")
-    models = [build(cfg, VOCAB, torch.device(device), STATE_DTYPE[precision]) for device in ("cuda", "cpu")]
+    models = [build_model(cfg, VOCAB, torch.device(device), STATE_DTYPE[precision]) for device in ("cuda", "cpu")]
     start = {name: p.detach().clone() for name, p in models[1].named_parameters()}
     on_gpu, on_cpu = (new_optimizer(cfg, model) for model in models)
     for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.optimizer import Optimizer
 from tests.parity.test_optim import CHOICES, chosen, draw, updated, updates_masks_and_states
 
 
@@ -18,7 +18,7 @@ def test_updates_masks_and_states(name, dtype):
 @pytest.mark.parametrize("name", [name for name in CHOICES if name != "adamw_8bit"])  # which computes in fp32
 def test_a_gpu_takes_the_steps_of_the_cpu(name):
     """Over two updates, in fp64, before GaLore's next projector and LORO's exact step: signs of vectors may differ."""
-    optimizers = [optim.build(chosen(name), draw(torch.float64, device=device)) for device in ("cuda", "cpu")]
+    optimizers = [Optimizer(chosen(name), draw(torch.float64, device=device)) for device in ("cuda", "cpu")]
     for optimizer in optimizers:
         updated(optimizer, range(2))
     gpu, cpu = (optimizer.optimized for optimizer in optimizers)

@@ -17,7 +17,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.deploy.export import open_folder
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.residual import add_
 from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
@@ -35,7 +35,7 @@ from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
 def test_documents_of_a_row_are_what_they_are_alone(dtype, bound, compiled, seq_len):
     torch.backends.cuda.enable_cudnn_sdp(False)  # as a run with such rows does
     cfg = load(["scale=60m", "scale.vocab_size=500", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl"])
-    model = build(cfg, 500, torch.device("cuda"), dtype)
+    model = build_model(cfg, 500, torch.device("cuda"), dtype)
     ids = torch.randint(3, 500, (4, seq_len), device="cuda")
     ids[:, [7, 8, 40]] = EOS
     inputs = separated(ids, ids, EOS)

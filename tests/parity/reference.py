@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.util.tensors import ALPHA
 
@@ -232,7 +232,7 @@ def disturbed(cfg: Config, dtype: torch.dtype = torch.float64, vocabulary: int =
     """The model of ``cfg``, with noise on what starts constant (norms, biases, a B of zeros): the start would hide a
     term. The embedding has unit scale: at 0.02 the first norm multiplies rounding errors by 50.
     """
-    model, generator = build(cfg, vocabulary, CPU, dtype), torch.Generator().manual_seed(9)
+    model, generator = build_model(cfg, vocabulary, CPU, dtype), torch.Generator().manual_seed(9)
     model.model.embed_tokens.weight.mul_(50)
     for p in split(model, {name: p for name, p in model.named_parameters() if p.requires_grad}).values():
         if (p == p.flatten()[0]).all():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlr_pretrain.models import Llama, build, sltrain
+from dlr_pretrain.models import Llama, build_model, sltrain
 from dlr_pretrain.models.layer import Spec
 from tests.parity.reference import CPU, VOCAB, Operations, small, with_checkpointing
 
@@ -43,7 +43,7 @@ def test_a_block_keeps_latents_and_the_residual_stream(variant, latent, block):
 
     def by_a_block(mode: str) -> float:
         configurations = (with_checkpointing(small(*variant.split(), layers=layers), mode) for layers in (3, 2))
-        more, fewer = (kept(build(cfg, VOCAB, CPU)) for cfg in configurations)
+        more, fewer = (kept(build_model(cfg, VOCAB, CPU)) for cfg in configurations)
         return more - fewer
 
     assert (by_a_block("latent"), by_a_block("block")) == (latent, block)

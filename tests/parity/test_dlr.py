@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import Llama, attach_dlr, build, fold_
+from dlr_pretrain.models import Llama, attach_dlr, build_model, fold_
 from dlr_pretrain.models.adapter import load_, split
 from dlr_pretrain.models.residual import Residuals, columns_of, divisor_of, entries
-from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded, new_optimizer
 from dlr_pretrain.train.trial import random_batch, trial
@@ -31,7 +31,7 @@ PRECISIONS = ("fp32", "bf16", "bf16_mixed")
 
 def made(cfg: Config) -> tuple[Llama, State, Optimizer]:
     """A model that holds W, its B by exported names, and its optimizer."""
-    model = build(cfg, VOCAB, CPU, STATE_DTYPE[cfg.precision.name])
+    model = build_model(cfg, VOCAB, CPU, STATE_DTYPE[cfg.precision.name])
     b = {name: value.clone() for name, value in working(model).items()}
     return model, b, new_optimizer(cfg, model)
 
@@ -63,7 +63,7 @@ def test_random_duplication_is_the_papers():
     assert [(seed ^ hashed) % (2**63 - 1) for seed in (0, 42)] == [3723340643983772940, 3723340643983772966]
     assert columns_of("random", "fc1", 12, 4, 42).tolist() == [1, 2, 3, 1, 2, 0, 0, 1, 0, 0, 3, 2]
     cfg = small("cola", "dlr=random")
-    drawn = entries(build(cfg, VOCAB, CPU), cfg.dlr)["model.layers.0.self_attn.qkv.b"].columns[:32]
+    drawn = entries(build_model(cfg, VOCAB, CPU), cfg.dlr)["model.layers.0.self_attn.qkv.b"].columns[:32]
     assert torch.equal(drawn, columns_of("random", Q, 32, 8, 0))
 
 

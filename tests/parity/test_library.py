@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 12) -> list[float]:
+def train(model: nn.Module, optimizer: torch.Optimizer | None = None, steps: int = 12) -> list[float]:
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     losses = []
     for step in range(steps):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import OptimizerOptions
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
-from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.optimizer import MOMENTS, Optimizer, state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import MATRICES
@@ -80,7 +80,7 @@ def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu")
     return {name: p.detach().requires_grad_() for name, p in drawn.items()}
 
 
-def give_gradients(optimizer: optim.Optimizer, seed: int, scale: float = 1.0) -> None:
+def give_gradients(optimizer: Optimizer, seed: int, scale: float = 1.0) -> None:
     """In each parameter's own memory layout, as autograd makes them."""
     given = draw(next(iter(optimizer.working.values())).dtype, seed=1000 + seed)
     for name, p in optimizer.working.items():
@@ -88,13 +88,13 @@ def give_gradients(optimizer: optim.Optimizer, seed: int, scale: float = 1.0) ->
     optimizer.collect()
 
 
-def updated(optimizer: optim.Optimizer, seeds: range) -> None:
+def updated(optimizer: Optimizer, seeds: range) -> None:
     for seed in seeds:
         give_gradients(optimizer, seed)
         optimizer.update(0.01, GO.to(optimizer.working["lm_head.weight"].device), index=seed)
 
 
-def everything(optimizer: optim.Optimizer) -> dict[str, Tensor]:
+def everything(optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in optimizer.optimized.items()} | optimizer.state_tensors()
 
 
@@ -217,7 +217,7 @@ STEPS = 50
 RATES = [0.02 / (1 + t % 8) for t in range(STEPS)]
 
 
-def fifty(optimizer: optim.Optimizer) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+def fifty(optimizer: Optimizer) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
     """Takes fifty steps, of sizes that vary over orders of magnitude. Returns the gradients of each parameter, and of
     the products of the pairs of factors, by the name of B: theirs are taken at the factors of the time.
     """
@@ -241,7 +241,7 @@ def fifty(optimizer: optim.Optimizer) -> tuple[dict[str, list[Tensor]], dict[str
 ])  # fmt: skip
 def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
     """With ``rounding`` by the update that rounds bf16 parameters at random, which these are not."""
-    optimizer = optim.build(chosen(name), draw(torch.float64), rounding_seed=rounding)
+    optimizer = Optimizer(chosen(name), draw(torch.float64), rounding_seed=rounding)
     given, products = fifty(optimizer)
     start = {full: p.detach() for full, p in draw(torch.float64).items()}
     plain = adamw if name.startswith(("adamw", "muon")) else partial(adam, restart=4 if name == "loro" else STEPS)
@@ -278,7 +278,7 @@ def updates_masks_and_states(
     """Parameters stay where they are, and all of them move. A masked update, even a first one, changes nothing. Between
     any two updates the state goes through tensors, bit for bit, into a new optimizer, and takes the bytes planned.
     """
-    built = partial(optim.build, choice, rounding_seed=rounding_seed)
+    built = partial(Optimizer, choice, rounding_seed=rounding_seed)
     one, two = built(draw(dtype, device=device)), built(draw(dtype, device=device))
     places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in two.optimized.items()}
     for seed in range(6):
@@ -305,7 +305,7 @@ def updates_masks_and_states(
             # LORO's fourth is an exact step: other factors of the same product
             assert seed != 2 or 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
     measured = sum(value.numel() * value.element_size() for value in two.state_tensors().values())
-    assert measured == optim.state_bytes(choice, two.optimized)
+    assert measured == state_bytes(choice, two.optimized)
 
 
 @pytest.mark.parametrize(("name", "dtype", "rounding_seed"), [
@@ -321,7 +321,7 @@ def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
     """A power of two, by which no value is rounded."""
     ways = []
     for factor in (torch.tensor(0.125), None):
-        optimizer = optim.build(choice, draw(dtype))
+        optimizer = Optimizer(choice, draw(dtype))
         for seed in range(2):
             give_gradients(optimizer, seed, 1.0 if factor is not None else 0.125)
             optimizer.update(0.01, GO, factor, index=seed)
@@ -333,7 +333,7 @@ def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
 def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
     """Moments are a tenth of the gradient times the factor; 1.0039 is 1 in bf16."""
     p = torch.zeros(4096, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = optim.build(chosen("adamw"), {"w": p}, rounding_seed=rounding_seed)
+    optimizer = Optimizer(chosen("adamw"), {"w": p}, rounding_seed=rounding_seed)
     p.grad = torch.linspace(0.5, 1, 4096).to(p.dtype)
     expected = (p.grad.float() * 1.0039 * 0.1).to(p.dtype)
     optimizer.collect()
@@ -342,14 +342,14 @@ def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
 
 
 def test_state_of_another_model_is_refused(choice):
-    optimizer = optim.build(choice, draw())
+    optimizer = Optimizer(choice, draw())
     with pytest.raises(UserError, match=r"optimizer state of model\.layers\.7\.other\.weight"):
         optimizer.load_state_tensors({"model.layers.7.other.weight/exp_avg": torch.zeros(3)})
 
 
 def test_a_parameter_without_a_gradient_is_left_alone(choice):
     idle = [f"{LAYER}self_attn.k_proj.weight", f"{LAYER}input_layernorm.weight"]
-    optimizer = optim.build(choice, draw())
+    optimizer = Optimizer(choice, draw())
     for seed in range(4):
         give_gradients(optimizer, seed)
         for name in idle:
@@ -360,7 +360,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(choice):
         assert not any(full.startswith(f"{name}/") for full in optimizer.state_tensors())
 
 
-def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
+def values(optimizer: Optimizer) -> dict[str, Tensor]:
     """The state as numbers; of quantised entries without the scales of their blocks."""
     tensors, found = optimizer.state_tensors(), {}
     for full, value in tensors.items():
@@ -375,7 +375,7 @@ def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
     names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
 
     def pruned(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        optimizer = optim.build(choice, draw())
+        optimizer = Optimizer(choice, draw())
         updated(optimizer, range(3))
         before = values(optimizer)
         optimizer.prune(names, keep=0.25, seed=seed)
@@ -383,7 +383,7 @@ def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
 
     before, after = pruned(seed=1)
     again, other = pruned(seed=1)[1], pruned(seed=2)[1]
-    moments = [full for full in before if full.rsplit("/", 1)[0] in names and full.rsplit("/", 1)[1] in optim.MOMENTS]
+    moments = [full for full in before if full.rsplit("/", 1)[0] in names and full.rsplit("/", 1)[1] in MOMENTS]
     assert len(moments) == (2 if choice.name == "muon" else 4)
     assert all(torch.equal(again[full], value) for full, value in after.items())
     assert all(torch.equal(after[full], value) for full, value in before.items() if full not in moments)
@@ -397,11 +397,11 @@ def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
 @pytest.mark.parametrize("name", ["adamw", "galore", "fira", "loro", "muon"])
 def test_a_fused_parameter_is_updated_matrix_by_matrix(name):
     """To the bits of parameters of their own; padding stays zero."""
-    choice, fused = chosen(name), build(config_of(name), VOCAB, CPU)
+    choice, fused = chosen(name), build_model(config_of(name), VOCAB, CPU)
     generator = torch.Generator().manual_seed(1)
     of_split = partial(split, fused)
     own = {name: p.detach().clone().requires_grad_() for name, p in of_split(dict(fused.named_parameters())).items()}
-    one, other = optim.build(choice, dict(fused.named_parameters()), split=of_split), optim.build(choice, own)
+    one, other = Optimizer(choice, dict(fused.named_parameters()), split=of_split), Optimizer(choice, own)
     for index in range(4):
         for p in fused.parameters():
             p.grad = torch.zeros_like(p)
@@ -433,7 +433,7 @@ def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
 @pytest.mark.parametrize(("first", "left_out"), [(0, 3), (5, None), (9, 10)])
 def test_loros_exact_steps_come_by_the_runs_count(first, left_out):
     """All state starts anew there. This holds also if an update was left out, or if state is new in mid-run."""
-    optimizer, anew = optim.build(chosen("loro", exact_every=8), draw()), []
+    optimizer, anew = Optimizer(chosen("loro", exact_every=8), draw()), []
     for t in range(first, 25):
         give_gradients(optimizer, t)
         optimizer.update(0.01, skip=torch.tensor(float(t == left_out)), index=t)
@@ -446,7 +446,7 @@ def test_the_compiled_8_bit_step_is_the_eager_one():
     results = []
     for stance in ("default", "force_eager"):
         with torch.compiler.set_stance(stance):
-            optimizer = optim.build(chosen("adamw_8bit"), draw(torch.bfloat16), compiled=stance == "default")
+            optimizer = Optimizer(chosen("adamw_8bit"), draw(torch.bfloat16), compiled=stance == "default")
             places = [(p.data_ptr(), p.stride()) for p in optimizer.optimized.values()]
             updated(optimizer, range(5))
             assert [(p.data_ptr(), p.stride()) for p in optimizer.optimized.values()] == places
@@ -463,7 +463,7 @@ def test_weight_decay_acts_only_if_an_update_rounds_once():
 
     def end(name: str, decay: float) -> Tensor:
         p = (0.02 * start).requires_grad_()
-        optimizer = optim.build(chosen(name, weight_decay=decay), {"p": p})
+        optimizer = Optimizer(chosen(name, weight_decay=decay), {"p": p})
         for k, gradient in enumerate(gradients):
             p.grad = gradient
             optimizer.collect()

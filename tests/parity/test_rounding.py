@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim import adamw
-from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.optimizer import Optimizer
 from tests.parity.reference import CPU
 from tests.parity.test_optim import GO, chosen
 
@@ -65,8 +65,8 @@ def test_bits_are_uniform_and_independent(shift):
 # AdamW
 
 
-def optimizer_of(p: Tensor, seed: int | None = 0, **options) -> optim.Optimizer:
-    return optim.build(chosen("adamw", **BETA2 | options), {"w": p}, rounding_seed=seed)
+def optimizer_of(p: Tensor, seed: int | None = 0, **options) -> Optimizer:
+    return Optimizer(chosen("adamw", **BETA2 | options), {"w": p}, rounding_seed=seed)
 
 
 @pytest.mark.parametrize(("start", "gradient", "lr", "decay", "end"), [
@@ -116,7 +116,7 @@ def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, rows, mon
 
     def trained() -> list[Tensor]:
         p = torch.randn(640, 24, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-        optimizer = optim.build(chosen(name, **BETA2), {"w": p}, rounding_seed=5)
+        optimizer = Optimizer(chosen(name, **BETA2), {"w": p}, rounding_seed=5)
         for k in range(3):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
             optimizer.collect()

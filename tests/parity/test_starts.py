@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import sizes, split
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.models.lowrank import leading
@@ -30,7 +30,7 @@ def projections(state: State) -> dict[str, State]:
 
 
 def at_60m(*words: str) -> State:
-    return weights(build(load(["scale=60m", "data=sample", "scale.num_layers=2", *words]), 1000, CPU))
+    return weights(build_model(load(["scale=60m", "data=sample", "scale.num_layers=2", *words]), 1000, CPU))
 
 
 def assert_normal(weight: Tensor, std: float) -> None:
@@ -45,7 +45,7 @@ def assert_uniform(weight: Tensor, bound: float, rel: float = 0.02) -> None:
 
 @pytest.mark.parametrize("backbone", FORMULAS)
 def test_initial_values_do_not_depend_on_padding(backbone):
-    a, b = (build(small(backbone), VOCAB, CPU, alignment=alignment) for alignment in (8, 1))
+    a, b = (build_model(small(backbone), VOCAB, CPU, alignment=alignment) for alignment in (8, 1))
     for (name, x), (same, y) in zip(weights(a).items(), weights(b).items(), strict=True):
         assert name == same and torch.equal(x, y), name
 
@@ -75,7 +75,7 @@ def test_factors_start_as_their_papers_have_them(backbone, init):
 def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at):
     """B A is its best approximation, with B^T B = A A^T; the channels are the largest columns of what is left."""
     words = (f"backbone.residual_rank={looks_at}", "seed=0")
-    for name, own in projections(weights(build(small(*LOST, *words), VOCAB, CPU, torch.float64))).items():
+    for name, own in projections(weights(build_model(small(*LOST, *words), VOCAB, CPU, torch.float64))).items():
         a, b = own["a.weight"], own["b.weight"]
         dense = SeededInit(0).normal(f"{name}.weight", (b.shape[0], a.shape[1]), 0.02).double()
         u, s, vh = torch.linalg.svd(dense, full_matrices=False)
@@ -102,7 +102,7 @@ def test_random_supports_follow_from_the_seed_and_the_name():
     """Sorted and without repetition, among all entries (SLTrain)."""
     found, middles = [], []
     for seed in (0, 1):
-        model = build(small("sltrain", "backbone.sparsity=0.05", f"seed={seed}"), VOCAB, CPU)
+        model = build_model(small("sltrain", "backbone.sparsity=0.05", f"seed={seed}"), VOCAB, CPU)
         for own in projections(weights(model)).values():
             places, chosen = len(own["b.weight"]) * own["a.weight"].shape[1], own["index"]
             assert len(chosen) == int(0.05 * places) and (chosen.diff() > 0).all()
@@ -192,7 +192,7 @@ OTHERS = {"sltrain backbone.sparsity=0.1": 730_101_664, "lost backbone.rank=512"
 def test_parameter_counts_to_the_unit(backbone):
     def parameters(scale: str, words: str) -> int:
         cfg = load([f"scale={scale}", *f"backbone={words}".split(), "data=sample"])
-        model = build(cfg, cfg.scale.vocab_size, torch.device("meta"))
+        model = build_model(cfg, cfg.scale.vocab_size, torch.device("meta"))
         counts = sizes(model)
         return sum(counts[name] for name, p in model.named_parameters() if p.requires_grad)
 

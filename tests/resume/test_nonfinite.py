@@ -12,7 +12,7 @@ from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
-from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.metrics import Pending

@@ -14,7 +14,7 @@ from torch import nn
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import ValidationSet, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.train.evaluate import STRIPES, Evaluator, galore_perplexity, halves
 
 
@@ -80,7 +80,7 @@ def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(wor
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)
     whole = validation_set(cfg, source, tokenizer)
-    model = build(cfg, tokenizer.vocab_size, torch.device("cpu"), torch.float32)
+    model = build_model(cfg, tokenizer.vocab_size, torch.device("cpu"), torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # far from uniform, so that which target is predicted matters
         summed, count = np.zeros(2), np.zeros(2, int)

@@ -19,7 +19,7 @@ from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.residual import branch_
@@ -172,7 +172,7 @@ def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words
 
 def test_merged_weights_are_formed_in_fp32_and_rounded_once():
     cfg = small("lowrank", "backbone.latent_scale=0.3")
-    model = build(cfg, VOCAB, CPU, torch.bfloat16).requires_grad_(False)
+    model = build_model(cfg, VOCAB, CPU, torch.bfloat16).requires_grad_(False)
     for p in model.parameters():
         p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     own, name = weights(model), "model.layers.1.mlp.up_proj"
@@ -187,5 +187,5 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
 @pytest.mark.parametrize("backbone", ["cola", "lost", "cola_lax"])
 def test_layers_that_are_no_matrix_are_not_merged(backbone):
     with pytest.raises(UserError, match=r"layers are not a single matrix: they cannot be merged"):
-        model = build(small(backbone), VOCAB, CPU)
+        model = build_model(small(backbone), VOCAB, CPU)
         deployed(small(backbone), weights(model), merge=True)

@@ -13,9 +13,9 @@ from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
 from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build_model
 from dlr_pretrain.models.memory import memory, step_bytes
-from dlr_pretrain.optim.build import state_bytes
+from dlr_pretrain.optim.optimizer import state_bytes
 from tests.conftest import main_of
 from tests.parity.test_starts import COUNTS
 
@@ -58,8 +58,8 @@ def test_the_count_is_what_the_allocator_hands_out(words):
     In fp32: the CPU's bf16 products ask the allocator for a workspace.
     """
     cfg = config(*TINY, *words.split(), "precision=fp32")
-    model = build(cfg, 500, torch.device("cpu"))
-    counted = step_bytes(build(cfg, 500, torch.device("meta")), 2, 64, held=False)
+    model = build_model(cfg, 500, torch.device("cpu"))
+    counted = step_bytes(build_model(cfg, 500, torch.device("meta")), 2, 64, held=False)
     ids = torch.zeros(2, 64, dtype=torch.int64)
     model(ids, ids).backward()  # what the first call alone allocates
     model.zero_grad()
@@ -83,7 +83,7 @@ def test_the_count_is_what_the_allocator_hands_out(words):
 def test_what_precision_and_ranks_add():
     """Bytes a parameter; what is cast from gradients counts as gradients."""
     n = parameters(config(*TINY, "backbone=cola"), 500)["trainable"]
-    counters = 4 * len(list(build(config(*TINY, "backbone=cola"), 500, torch.device("meta")).parameters()))
+    counters = 4 * len(list(build_model(config(*TINY, "backbone=cola"), 500, torch.device("meta")).parameters()))
 
     def parts(*words: str, ranks: int = 1) -> tuple[float, ...]:
         m = memory(config(*TINY, "backbone=cola", *words, ranks=ranks), 500, ranks, state_bytes)

@@ -1,10 +1,9 @@
-"""Optimizers by name, with masked updates and with their state as named tensors."""
+"""The optimizer of a run: masked updates, fp32 masters, residuals outside of updates, and a state of named tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -33,33 +32,6 @@ class InOut(Protocol):
     def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
-def build(
-    chosen: OptimizerOptions,
-    working: Mapping[str, Tensor],
-    *,
-    values: Mapping[str, Tensor] | None = None,
-    residuals: InOut | None = None,
-    split: Split = dict,
-    compiled: bool = False,
-    rounding_seed: int | None = None,
-) -> Optimizer:
-    """Build the ``chosen`` optimizer over the parameters ``working`` of a model, by their names.
-
-    ``values`` are their fp32 masters if there are any. Scalars have no weight decay. Every update receives its learning
-    rate. ``split`` cuts fused tensors into matrices, for the optimizers that treat matrices as such. If parameters are
-    sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
-
-    ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
-    """
-    if rounding_seed is not None and not chosen.rounds_stochastically:
-        raise ValueError(f"optimizer={chosen.name} does not round stochastically")
-    whole = chosen.elementwise or any(map(sharded.is_sharded, working.values()))
-    return Optimizer(
-        working, values, residuals, dict if whole else split, partial(chosen.build, how=How(compiled, rounding_seed))
-    )
-
-
 def state_bytes(chosen: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
     """Bytes of all state tensors after an update of every parameter, counters included, as in ``state_tensors``.
 
@@ -68,7 +40,7 @@ def state_bytes(chosen: OptimizerOptions, parameters: Mapping[str, Tensor], spli
     shaped = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     for p in shaped.values():
         p.requires_grad_().grad = torch.empty_like(p)
-    optimizer = build(chosen, shaped, split=split)
+    optimizer = Optimizer(chosen, shaped, split=split)
     optimizer.collect()
     optimizer.update(0.0, skip=torch.zeros(()), index=0)
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
@@ -85,30 +57,46 @@ def checkpoint_bytes(
 
 
 class Optimizer:
-    """Updates the parameters of a model by one or more of torch's optimizers.
+    """Updates the parameters of a model by one or more of torch's optimizers, the ``parts``.
 
-    The model multiplies by ``working``. An update changes ``values``, which have the same names: fp32 masters, or the
-    working weights themselves, without the residuals that the model multiplies by. A checkpoint holds ``values``.
-    ``optimized`` are the trained ones as the parts of the optimizer see them: matrix by matrix, if these need matrices.
+    The model multiplies by ``working``, parameters by their names. An update changes ``values``, which have the same
+    names: fp32 masters, or the working weights themselves, without the residuals that the model multiplies by. A
+    checkpoint holds ``values``. ``optimized`` are the trained ones as the parts see them: matrix by matrix, if these
+    need matrices.
     """
 
     def __init__(
         self,
+        chosen: OptimizerOptions,
         working: Mapping[str, Tensor],
-        values: Mapping[str, Tensor] | None,
-        residuals: InOut | None,
-        split: Split,
-        make: Callable[[dict[str, Tensor]], list[torch.optim.Optimizer]],
+        *,
+        values: Mapping[str, Tensor] | None = None,
+        residuals: InOut | None = None,
+        split: Split = dict,
+        compiled: bool = False,
+        rounding_seed: int | None = None,
     ):
-        self.working, self.residuals, self.split = dict(working), residuals, split
+        """``values`` are the fp32 masters of ``working`` if there are any. Scalars have no weight decay. Every update
+        receives its learning rate.
+
+        ``split`` cuts fused tensors into matrices, for the optimizers that treat matrices as such. If parameters are
+        sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
+
+        ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
+        rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
+        """
+        if rounding_seed is not None and not chosen.rounds_stochastically:
+            raise ValueError(f"optimizer={chosen.name} does not round stochastically")
+        whole = chosen.elementwise or any(map(sharded.is_sharded, working.values()))
+        self.working, self.residuals, self.split = dict(working), residuals, dict if whole else split
         self.has_masters = values is not None
         self.values = dict(working if values is None else values)
         self.trained = [name for name, p in working.items() if p.requires_grad]
         alpha = {} if residuals is None or residuals.alpha is None else {ALPHA: residuals.alpha}
         self.values |= alpha
         seen = {name: self.values[name] for name in self.trained}
-        self.optimized = (seen if split is dict else split({n: v.detach() for n, v in seen.items()})) | alpha
-        self.parts = make(self.optimized)
+        self.optimized = (seen if whole else self.split({n: v.detach() for n, v in seen.items()})) | alpha
+        self.parts = chosen.build(self.optimized, How(compiled, rounding_seed))
         model, rows = set(working.values()), map(sharded.local_rows, self.optimized.values())
         self.borrowed = [p for p in rows if p not in model]  # masters, views, and rows of shards
         self.reads_on_device = all(map(_reads_found_inf, self.parts))
