@@ -205,7 +205,7 @@ def describe_differences(changed: Mapping[str, tuple[object, object]], between: 
 def shorter_run(cfg: Config) -> str:
     """A line about a run beside a new one that differs from it in ``train.steps`` alone; empty if there is none."""
     own, folder = identity(cfg), Path(str(cfg.run.dir))
-    family = re.sub(rf"(?<=-s{cfg.seed})-\w+$", "", folder.name)  # the name without the hash of its keys
+    family = re.sub(rf"(?<=-s{cfg.seed})-[\w.-]+$", "", folder.name)  # the name without its keys
     for path in [] if read_record(folder) else folder.parent.glob(f"{glob.escape(family)}*"):
         with suppress(UserError, OSError):  # a damaged record of another run, or one that is not ours to read
             changed = differences(read_record(path).get("identity", {}), own)
@@ -218,8 +218,9 @@ def shorter_run(cfg: Config) -> str:
 def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str]) -> str:
     """A stable name: the chosen options, the seed, and a short hash of the other keys that were ``given``.
 
-    The name leaves out options that are in ``defaults``, except scale, backbone and dlr. Only keys that take part in
-    the mathematics count, by their values: spelling and order do not matter.
+    A single key stands before its hash: ``-rank64-1f0c2a9e``. The name leaves out options that are in ``defaults``,
+    except scale, backbone and dlr. Only keys that take part in the mathematics count, by their values: spelling and
+    order do not matter.
     """
     own = {group: PurePath(option).name for group, option in choices.items() if option}  # options may lie in folders
     parts = [own["scale"], own["backbone"], f"dlr_{own['dlr']}"]
@@ -228,6 +229,9 @@ def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str
             parts.append(own[group])
     parts.append(f"s{cfg.seed}")
     matter = {name: value for name, value in identity(cfg).items() if name in given and name != "seed"}
+    if len(matter) == 1:
+        ((name, value),) = matter.items()
+        parts += [word] if re.fullmatch(r"[\w.]{1,32}", word := f"{name.split('.')[-1]}{as_typed(value)}") else []
     if matter:
         parts.append(hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8])
     return "-".join(parts)

@@ -61,7 +61,7 @@ def test_idle_overrides_keep_the_run_directory():
     assert config(*SMALL, "train.steps=301").run.dir.startswith(f"{name}-")
     assert config(*SMALL, "run.dir=mine").run.dir == "mine"
     # a run that is resumed by a later version must find its directory
-    assert config("scale=1b", "train.lr=1e-3", "seed=7").run.dir == "runs/1b-lowrank-dlr_off-s7-590ae857"
+    assert config("scale=1b", "train.lr=1e-3", "seed=7").run.dir == "runs/1b-lowrank-dlr_off-s7-lr0.001-590ae857"
     assert config().run.dir == "runs/60m-lowrank-dlr_off-s42"
 
 
@@ -241,7 +241,7 @@ def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch, variables):
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
     done = stub(well, "+scale=tiny", "train.lr=1e-3", "hydra.job.name=mine")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "runs/tiny-lowrank-dlr_off-s42-590ae857 +scale=tiny train.lr=1e-3 hydra.job.name=mine\n"
+    assert done.stdout == "runs/tiny-lowrank-dlr_off-s42-lr0.001-590ae857 +scale=tiny train.lr=1e-3 hydra.job.name=mine\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -91,8 +91,8 @@ def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
     assert frame["60m paper"].to_dict() == {"cola+dlr": "32.96 ± 0.06", "uncorrected": "differs: text"}
     assert frame["60m PPL"]["cola+dlr"].endswith("(1)") and frame["60m PPL"]["uncorrected"].endswith("(3)")
     assert "differs: text some text, published all of C4 (uncorrected 60m)" in notes
-    assert re.search(r"s42-\w+ is left out: .*manifest\.json is damaged", notes)
-    assert re.search(r"s43-\w+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
+    assert re.search(r"s42-[\w.-]+ is left out: .*manifest\.json is damaged", notes)
+    assert re.search(r"s43-[\w.-]+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
 
 
 def test_seeds_of_two_texts_have_no_mean_beside_the_papers(tmp_path):
