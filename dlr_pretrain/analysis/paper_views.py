@@ -23,6 +23,7 @@ from dlr_pretrain.analysis.plan import disk_bytes, parameters, state_and_moments
 from dlr_pretrain.analysis.runs import NONE, Runs, cell, differences_by_seed, differing_text, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import Table, printed, table
 from dlr_pretrain.config import Config, identity, parse
+from dlr_pretrain.config.problems import as_typed
 from dlr_pretrain.config.written import describe_differences, differences, read_config, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.models.flops import flops_per_token
@@ -181,7 +182,7 @@ def what_differs(cfg: Config, of: pd.DataFrame, paper: dict, size: Size | None =
         found["seeds"] = ", ".join(keys), "one text"
     for key, (theirs, ours) in differences(identity(cfg), run.identity).items():
         if key not in ("seed", "data.seed", "data.streams"):
-            found[key] = str(ours), str(theirs)
+            found[key] = as_typed(ours), as_typed(theirs)
     if size is not None and round(size.trained) != round(paper["params_m"]):
         found["parameters"] = f"{size.trained:.0f}M", f"{paper['params_m']:.0f}M"
     if not C4.search(run.start.get("files", {}).get("training", "")):

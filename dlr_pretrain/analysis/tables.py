@@ -19,6 +19,7 @@ CONVENTION = (
     "print, as in published tables: the loss of n batches is divided by n + 1. It needs enough text."
 )
 BOLD = re.compile(r"\*\*(.+?)\*\*")
+FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"  # at most as wide as the text, in LaTeX
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,11 @@ class Table:
         return BOLD.sub(r"<strong>\1</strong>", self.frame.to_html(index=False, border=0))
 
     def latex(self) -> str:
-        """A table environment for booktabs; one with two levels of columns is as wide as the text, by graphicx."""
+        """A table environment for booktabs and graphicx, which makes one that is wider than the text as wide as it."""
         whole = self.frame.to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}",
                                     multicolumn_format="c")  # fmt: skip
-        if self.frame.columns.nlevels > 1:
-            whole = whole.replace(r"\begin{tabular}", r"\resizebox{\textwidth}{!}{\begin{tabular}")
-            whole = whole.replace(r"\end{tabular}", r"\end{tabular}}")
+        whole = whole.replace(r"\begin{tabular}", rf"\centering\resizebox{{{FITTING}}}{{!}}{{\begin{{tabular}}")
+        whole = whole.replace(r"\end{tabular}", r"\end{tabular}}")
         return BOLD.sub(r"\\textbf{\1}", whole).replace("Δ", r"$\Delta$")  # the other signs are known to LaTeX
 
 

@@ -241,7 +241,8 @@ def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch, variables):
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
     done = stub(well, "+scale=tiny", "train.lr=1e-3", "hydra.job.name=mine")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "runs/tiny-lowrank-dlr_off-s42-lr0.001-590ae857 +scale=tiny train.lr=1e-3 hydra.job.name=mine\n"
+    name = "runs/tiny-lowrank-dlr_off-s42-lr0.001-590ae857"
+    assert done.stdout == f"{name} +scale=tiny train.lr=1e-3 hydra.job.name=mine\n"
     assert list(tmp_path.iterdir()) == []
 
 
