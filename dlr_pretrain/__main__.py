@@ -32,14 +32,21 @@ def train(cfg: Config) -> float | None:
     from dlr_pretrain.util.files import read_metrics
 
     run_dir = Path(str(cfg.run.dir))
-    trained, report = run(cfg), run_dir / "report.md"
+    trained, report = run(cfg), run_dir / "report.html"
     if os.environ.get("RANK", "0") == "0":
         if trained or not report.exists():  # killed between export and report
             write_report(run_dir)
         if report.exists():
-            say(f"report      {report}", sys.stdout)
+            say(f"report      {linked(report)}", sys.stdout)
     records = read_metrics(run_dir / "metrics.jsonl")
     return next((record["eval/loss"] for record in reversed(records) if "eval/loss" in record), None)
+
+
+def linked(path: Path) -> str:
+    """``path`` as text; on a terminal it is a link (OSC 8) that opens the file."""
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "linux"):
+        return str(path)
+    return f"\x1b]8;;{path.resolve().as_uri()}\x1b\\{path}\x1b]8;;\x1b\\"
 
 
 def write_report(run_dir: Path) -> None:

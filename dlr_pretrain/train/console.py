@@ -59,10 +59,7 @@ class Console:
         elif evaluated or record["step"] == 1 or record["step"] % self.cfg.log.every == 0:
             self.say(line)
         if evaluated:
-            galore = record["eval/perplexity_galore"]
-            convention = f"  (galore convention {decimal(galore, 2)})" if galore is not None else ""
-            loss, perplexity = decimal(record["eval/loss"], 4), decimal(record["eval/perplexity"], 2)
-            self.say(f"  eval  loss {loss}  perplexity {perplexity}{convention}")
+            self.say(f"  eval  {evaluation(record)}")
 
     def _progress(self, record: dict, seconds_per_step: float | None) -> str:
         step, steps = record["step"], self.cfg.train.steps
@@ -111,7 +108,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         "left out": corpus.source.contents.get("left out", ""),
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
-        "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
+        "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} in "
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{anew}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
     }
@@ -122,6 +119,13 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):
         table["warning"] = "too little validation text to compare models: see data.held_out and eval.packing"
     return {label: said for label, said in table.items() if said}
+
+
+def evaluation(record: dict) -> str:
+    """The results of an evaluation, as text."""
+    galore = record.get("eval/perplexity_galore")
+    convention = f" (galore convention {decimal(galore, 2)})" if galore is not None else ""
+    return f"loss {decimal(record['eval/loss'], 4)}, perplexity {decimal(record['eval/perplexity'], 2)}{convention}"
 
 
 def duration(seconds: float) -> timedelta:

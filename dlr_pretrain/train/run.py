@@ -19,7 +19,7 @@ from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, expor
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.optim.optimizer import Optimizer, checkpoint_bytes
-from dlr_pretrain.train.console import Console, describe_run, duration
+from dlr_pretrain.train.console import Console, describe_run, duration, evaluation
 from dlr_pretrain.train.corpus import Corpus, open_corpus
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
@@ -86,7 +86,7 @@ class Run:
         start = find_start(cfg, self.dir, ranks, corpus.vocab_size, console.say)
         if start.saved == cfg.train.steps and ranks.on_main((self.dir / "folded" / "README.md").exists):
             console.say(f"{self.dir} is complete.")
-            self.say_how_to_load()
+            self.say_result()
             return False
 
         ranks.use_device()
@@ -153,11 +153,13 @@ class Run:
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
         checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.corpus))
         self.console.summary({"folded": checked, "finished": f"in {duration(time.time() - self.started)}"})
-        self.say_how_to_load()
+        self.say_result()
 
-    def say_how_to_load(self) -> None:
-        """Say where the result is and how to load it."""
-        folded = self.dir / "folded"
+    def say_result(self) -> None:
+        """Say how good the model is, where it is, and how to load it."""
+        folded, record = self.dir / "folded", (read_metrics(self.dir / "metrics.jsonl") or [{}])[-1]
+        if "eval/loss" in record:
+            self.console.summary({"result": f"{evaluation(record)} on the validation text"})
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
         if not (folded / "config.json").exists():  # of a backbone of one's own
             code = "    transformers has no layer for it: see docs/extending.md, and fold a checkpoint again"

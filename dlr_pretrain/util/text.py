@@ -54,6 +54,7 @@ def loading(folder: str, trust: bool) -> str:
     more = ", trust_remote_code=True" if trust else ""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{more})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{more})'
+        f'folder = "{folder}"\n'
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{more})\n"
+        f'model = AutoModelForCausalLM.from_pretrained(\n    folder, dtype="auto"{more}\n)'
     )

@@ -111,4 +111,4 @@ def test_a_report_that_fails_fails_no_run(words, tmp_path, no_export, monkeypatc
     for _ in range(2):
         command.train(cfg)
         said = capsys.readouterr().out
-        assert "is complete" in said and f"report      {tmp_path / 'report.md'}" in said
+        assert "is complete" in said and f"report      {tmp_path / 'report.html'}" in said
