@@ -95,3 +95,10 @@ def test_every_program_of_the_installation_is_there():
     installed = [found for found in distributions(name="dlr-pretrain") if found.read_text("direct_url.json")]
     assert all(callable(program.load()) for found in installed for program in found.entry_points)
     assert installed or pytest.skip("pip has not installed dlr_pretrain here")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_diagram_is_what_its_script_draws(theme):
+    draw = runpy.run_path(ROOT / "docs/diagram.py")["draw"]
+    drawn = (ROOT / f"docs/images/method-{theme}.svg").read_text(encoding="utf-8")
+    assert drawn == draw(theme), "python docs/diagram.py"
