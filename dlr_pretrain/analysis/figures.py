@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dlr_pretrain.analysis.runs import Runs, ended, spread
+from dlr_pretrain.analysis.runs import METRICS, Runs, ended, spread
 from dlr_pretrain.util.text import amount
 
 # matplotlib refuses to be imported where this names a backend that is not installed, as in what a notebook starts.
@@ -31,8 +32,14 @@ POINTS = 1000  # of a curve
 TAB20 = matplotlib.colormaps["tab20"].colors
 COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then the same ones lighter
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
-          "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm"}  # fmt: skip
+          "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm",
+          "train/lr": "learning rate", "perf/tokens_per_second": "tokens/s"}  # fmt: skip
 LOSS = "training loss (lines, running medians) and evaluations (dots)"
+OF_ONE_RUN = (("loss", "train/loss", LOSS), ("learning_rate", "train/lr", "learning rate"),
+              ("gradient_norm", "train/grad_norm", "norm of the gradient before clipping (running median)"),
+              ("throughput", "perf/tokens_per_second", "tokens/s (running median)"))  # fmt: skip
+SHOWN = {*METRICS, "train/lr", "train/real_tokens", "train/skipped", "eval/perplexity_galore", "eval/loss_a",
+         "eval/loss_b", "run", "flops"}  # fmt: skip
 FIGURES = (
     ("loss_tokens", "train/loss", "train/tokens", LOSS),
     ("loss_flops", "train/loss", "flops", LOSS),
@@ -80,22 +87,37 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
                 yield curves(at, folder, f"{name}_{scale}", column, x, f"{scale}: {what}")
 
 
+def draw_run(found: Runs, folder: Path) -> Iterator[Picture]:
+    """Write the figures of a single run, one for each metric that the user has added among them."""
+    own = [(re.sub(r"\W+", "_", name), name, name) for name in found.metrics if name not in SHOWN]
+    for name, column, what in (*OF_ONE_RUN, *own):
+        if name == "loss" or (column in found.metrics and found.metrics[column].notna().any()):
+            yield curves(found, folder, name, column, "train/tokens", what)
+
+
 def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
-    """A line for each group, and thin ones for unfinished runs."""
-    ax = axes()
-    for i, (_, of) in enumerate(at.groups()):
-        draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i % len(COLOURS)])
+    """A line for each group, dashed if it has DLR, and thin ones for unfinished runs."""
+    ax, hues = axes(), {}
+    for group, of in at.groups():  # groups that differ in DLR alone have one hue
+        colour = COLOURS[hues.setdefault(group.pair, len(hues)) % len(COLOURS)]
+        line = "-" if group.dlr == "off" or len(at.runs) == 1 else "--"
+        draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, colour, line)
     late = np.concatenate([[], *(line.get_ydata()[len(line.get_ydata()) // 20 :] for line in ax.get_lines())])
     if len(late):  # not the first losses, which would flatten the curves
         room = 0.04 * np.ptp(late) or 0.1
         ax.set_ylim(late.min() - room, late.max() + room)
     ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
-    ax.set(xlabel=LABELS[x], ylabel=LABELS[column])
-    told = "means over the finished seeds, with their standard deviation. A line ends where a seed has diverged"
-    return save(ax, folder, name, f"{caption}: {told}; unfinished runs are thin.")
+    ax.set(xlabel=LABELS[x], ylabel=LABELS.get(column, column))
+    ax.set_title(caption, fontsize=10, loc="left")
+    if len(at.runs) == 1:
+        return save(ax, folder, name, "")
+    told = "means over the finished seeds, with their standard deviation, dashed with DLR. A line ends where a seed has"
+    return save(ax, folder, name, f"{caption}: {told} diverged; unfinished runs are thin.")
 
 
-def draw_group(ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple) -> None:
+def draw_group(
+    ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple, line: str = "-"
+) -> None:
     """Draw a group: mean and band, unfinished runs, evaluations."""
     last = spread(ended(of).ppl) if len(ended(of)) else "unfinished"
     label = textwrap.fill(f"{of.label.iloc[0]}: {last}", 44)
@@ -110,12 +132,13 @@ def draw_group(ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x
         lines = wide[runs].dropna()
         lines = lines.iloc[:: max(1, len(lines) // POINTS)]
         mean, std, width = lines.mean(axis=1), lines.std(axis=1), 1.6 if runs is both else 0.6
-        ax.plot(at[mean.index], mean, color=colour, linewidth=width, marker=mark, markersize=4, label=label)
+        ax.plot(at[mean.index], mean, line, color=colour, linewidth=width, marker=mark, markersize=4, label=label)
         ax.fill_between(at[mean.index], mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
         label = None
     if column == "train/loss":
         evaluated = metrics.dropna(subset="eval/loss")
-        ax.plot(evaluated[x], evaluated["eval/loss"], "o", color=colour, markersize=3)
+        for _, points in evaluated.groupby("run"):
+            ax.plot(points[x], points["eval/loss"], f"o{line}", color=colour, markersize=3, linewidth=0.7, alpha=0.8)
 
 
 # ----------------------------------------------------------------------------------------------------

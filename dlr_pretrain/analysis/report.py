@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import html
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw
+from dlr_pretrain.analysis.figures import Picture, draw, draw_run
 from dlr_pretrain.analysis.runs import read_runs
-from dlr_pretrain.analysis.tables import Table, run_tables, table
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
+from dlr_pretrain.util.files import read_json, write_durably
 
 DOCUMENT = r"""\documentclass{article}
 \usepackage[utf8]{inputenc}
@@ -71,12 +71,21 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
 def write_report(run_dir: Path) -> None:
     """Write ``report.md``, ``report.html`` and ``plots/`` of a run into its directory."""
     found = read_runs([run_dir])
-    loss = curves(found, run_dir / "plots", "loss", "train/loss", "train/tokens", LOSS)
-    command = shlex.join(found.runs.start.iloc[0].get("command", []))
-    files = found.runs.start.iloc[0].get("files", {})
-    read = [table("files", "What was read", [{"For": use, "Files": names} for use, names in files.items()])]
-    parts = [*run_tables(found), *(read if files else []), loss]
-    write_page(found.runs["name"].iloc[0], found.remarks, parts, command, run_dir)
+    start = found.runs.start.iloc[0]
+    files = [{"For": use, "Files": names} for use, names in start.get("files", {}).items()]
+    parts: list[Part] = [headline(found), *_sample(run_dir / "folded" / "sample.json")]
+    parts += draw_run(found, run_dir / "plots")
+    parts += [table("files", "What was read", files)] if files else []
+    write_page(found.runs["name"].iloc[0], found.remarks, parts, shlex.join(start.get("command", [])), run_dir)
+
+
+def _sample(path: Path) -> Iterator[Table]:
+    """What an export has written as a sample; nothing if there is none."""
+    if path.exists():
+        written = read_json(path, {"prompt": str, "continuation": str})
+        rows = [{"": name, "Text": " ".join(written[name].split())} for name in written]
+        notes = ["The prompt is of the validation text. The model continued it at temperature 0.8, top-p 0.95."]
+        yield table("sample", "A sample", rows, notes)
 
 
 def write_page(

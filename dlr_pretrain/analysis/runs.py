@@ -109,7 +109,7 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
         metrics.append(updates)
     if not rows:
         raise UserError("no run could be read. " + " ".join(remarks))
-    runs = _grouped(pd.DataFrame(rows), remarks)
+    runs = _in_groups(pd.DataFrame(rows), remarks)
     return Runs(runs, pd.concat(metrics, ignore_index=True), [*remarks, *_remarks_on(runs)])
 
 
@@ -158,11 +158,19 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
         "parameters": manifest.get("parameters", math.nan),
         "flops": metrics.flops.max(),
+        "seconds": sum(_lasted(metrics.time, at, began) for at in trained),
         "speed": recent["perf/tokens_per_second"].median(),
         "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
     }
     return row | _progress_of(row["planned"], manifest, records), metrics
+
+
+def _lasted(times: pd.Series, start: float, starts: Iterable[float]) -> float:
+    """Seconds from ``start`` to its last update, before the next of ``starts``."""
+    ends = min((at for at in starts if at > start), default=math.inf)
+    of = times[(times >= start) & (times < ends)]
+    return of.max() - start if len(of) else 0.0
 
 
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
@@ -185,7 +193,7 @@ def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
 # Groups
 
 
-def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
+def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     """``runs`` in order and without doubles, with more columns: ``key`` is equal in a group, ``pair`` in groups that
     differ in DLR alone, ``shared`` is the identity without the seeds, and ``label`` is the group's name."""
     left_out = ("seed", "data.seed", *ORIGIN)

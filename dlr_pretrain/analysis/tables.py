@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pandas as pd
 
 from dlr_pretrain.analysis.runs import NONE, Runs, cell, differences_by_seed, differing, ended, spread
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.util.text import markdown_table
+from dlr_pretrain.util.text import amount, markdown_table
 
 CONVENTION = (
     "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
@@ -70,25 +72,61 @@ def run_tables(found: Runs) -> list[Table]:
     return [*pairs_table(found), groups_table(found), *settings_table(found), runs_table(found)]
 
 
+def headline(found: Runs) -> Table:
+    """The result of a single run, and what it took."""
+    run, told = found.runs.iloc[0], {}
+    parameters = NONE if pd.isna(run.parameters) else amount(run.parameters)
+    told["Model"] = f"{run.scale}, {run.label}, {parameters} parameters, {run.shared['precision.name']}"
+    told["Text"] = run.start.get("text", NONE)
+    told["Updates"] = f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens with padding"
+    told["Evaluation loss"] = cell(run.loss, ".4f") if run.state != "unfinished" else NONE
+    told["Perplexity"] = cell(run.ppl, ",.2f")
+    told["Perplexity (convention)"] = cell(run.convention, ",.2f")
+    told["Training took"] = f"{timedelta(seconds=round(run.seconds))} on {run.machine}"
+    told["Speed"] = NONE if pd.isna(run.speed) else f"{run.speed:,.0f} tokens/s"
+    told["MFU"] = cell(run.mfu, ".1%")
+    told["Memory"] = NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak of a rank"
+    rows = [{"": name, "Result": value} for name, value in told.items() if value != NONE]
+    notes = ["The evaluation is of validation text after the last update, in nats per token."]
+    notes += [CONVENTION] if told["Perplexity (convention)"] != NONE else []
+    return table("headline", "Result", rows, notes)
+
+
 def groups_table(found: Runs) -> Table:
-    """A row for each group: its setting, cost and results."""
-    rows = []
-    for group, of in found.groups():
+    """A row for each group: its setting, cost and results; at each scale the best first, in bold if it has rivals."""
+    rows, best = [], {}
+    means = {group.key: ended(of).ppl.mean() for group, of in found.groups()}  # NaN, and last, if none has ended
+    order = sorted(found.groups(), key=lambda pair: (pair[0]["size"], pair[0].scale, _last(means[pair[0].key])))
+    for group, _ in order:
+        best.setdefault(group.scale, []).append(group.key)
+    for group, of in order:
+        ppl, rivals = spread(ended(of).ppl), best[group.scale]
         rows.append({
             "Scale": group.scale,
             "Method": group.label,
             "Seeds": ", ".join(map(str, of.seed[of.state == "finished"])),
-            "PPL": spread(ended(of).ppl),
+            "PPL": f"**{ppl}**" if len(rivals) > 1 and rivals[0] == group.key and ppl[0].isdigit() else ppl,
             "PPL (convention)": spread(ended(of).convention),
-            "M tokens": cell(of.tokens.max() / 1e6, ",.4g"),
-            "M parameters": cell(of.parameters.max() / 1e6, ",.4g"),
-            "PFLOPs": cell(of.flops.max() / 1e15, ",.3g"),
+            "Tokens": _amount(of.tokens.max()),
+            "Parameters": _amount(of.parameters.max()),
+            "FLOPs": cell(of.flops.max(), ".2e"),
             "Precision": group.shared["precision.name"],
             "Packing": group.shared["data.packing"],
             "lr": cell(group.shared["train.lr"], "g"),
         })  # fmt: skip
-    notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
+    notes = [
+        "Mean ± standard deviation (seeds). The best of a scale is bold. Tokens count padding, up to the last update."
+    ]
+    notes += [CONVENTION] if found.runs.convention.notna().any() else []
     return table("groups", "What was trained", rows, notes)
+
+
+def _last(number: float) -> float:
+    return math.inf if math.isnan(number) else number
+
+
+def _amount(number: float) -> str:
+    return NONE if pd.isna(number) else amount(number, 4)
 
 
 def settings_table(found: Runs) -> Iterator[Table]:
@@ -102,7 +140,7 @@ def settings_table(found: Runs) -> Iterator[Table]:
 def pairs_table(found: Runs) -> Iterator[Table]:
     """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without such a pair."""
     plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
-    rows, notes = [], [f"Differences are between runs with the same seed: mean ± standard deviation. {CONVENTION}"]
+    rows, notes = [], ["Differences are between runs with the same seed: mean ± standard deviation."]
     for group, of in found.groups():
         if group.dlr != "on" or group.pair not in plain:
             continue
@@ -129,10 +167,10 @@ def runs_table(found: Runs) -> Table:
          "MFU": cell(run.mfu, ".3f"), "GB a rank": cell(run.memory, ".2f"), "Machine": run.machine}
         for run in found.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
-    notes = [
-        "tokens/s is the median since the last start, of means over 20 steps without evaluation and saving; it counts "
-        "padding. Memory is the peak of a rank. Compare only within a machine."
-    ]
+    notes = ["Memory is the peak of a rank. Compare speed and memory only within a machine."]
+    if found.runs.speed.notna().any():
+        about = "tokens/s is the median since the last start, of means over 20 steps without evaluation and saving"
+        notes = [f"{about}; it counts padding.", *notes]
     return table("runs", "Runs", rows, notes)
 
 

@@ -59,6 +59,7 @@ For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` an
 # fp32 against fp64 of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
 LOGIT_BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 VERIFIED_SEQUENCES = 2
+PROMPT, CONTINUED = 16, 48  # tokens of the sample that an export keeps: of validation text, and written by the model
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 
 
@@ -333,7 +334,19 @@ def agreement(
         given = [id for id in given if id != own.eos_id]
     if given != wanted:
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
+    write_sample(folder, exported, tokenizer, ids[0, :PROMPT])
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
+
+
+def write_sample(folder: Path, model, tokenizer, prompt: Tensor) -> None:
+    """Write ``sample.json``: the text of the ids ``prompt``, and what ``model`` continues it with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        written = model.generate(prompt[None], max_new_tokens=CONTINUED, do_sample=True, temperature=0.8, top_p=0.95)[0]
+    # Decoded with the prompt: alone, the first token would lose the space before it.
+    before, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
+    sample = {"prompt": before, "continuation": text.removeprefix(before)}
+    (folder / "sample.json").write_text(json.dumps(sample, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def need(package: str, extra: str) -> str:

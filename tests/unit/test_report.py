@@ -134,7 +134,8 @@ def test_all_formats_say_the_same(made):
     assert list(tables) == ["pairs", "groups", "settings", "runs"]  # none of the paper without a run beside it
     for shown in tables.values():
         assert shown.markdown().strip() in report and html.escape(shown.title) in page
-        assert all(f">{html.escape(cell)}<" in page for cell in [*shown.frame, *shown.frame.to_numpy().flat])
+        cells = [cell.replace("**", "") for cell in [*shown.frame, *shown.frame.to_numpy().flat]]
+        assert all(f">{html.escape(cell)}<" in page for cell in cells)
         assert (output / f"tables/{shown.name}.tex").read_text().count(r"\\") == len(shown.frame) + 1
         assert len(pd.read_csv(output / f"tables/{shown.name}.csv")) == len(shown.frame)
     links = re.findall(r'(?:src|href)="(.*?)"', page)
@@ -157,7 +158,8 @@ def test_what_is_odd_is_named_and_in_no_mean(made):
         assert words in (output / "report.html").read_text()
     rows = groups_table(read_runs([root])).frame.set_index("Method")
     assert rows.Seeds["cola+dlr (precision=bf16)"] == "41, 42"
-    assert rows.PPL["cola+dlr (precision=fp32)"] == f"{logged(root / 'fp32'):,.2f} (1)"
+    assert rows.index[0] == "cola+dlr (precision=fp32)"  # the best
+    assert rows.PPL["cola+dlr (precision=fp32)"] == f"**{logged(root / 'fp32'):,.2f} (1)**"
     assert rows.PPL["lax+dlr"] == "1 of 1 diverged"
 
 
@@ -165,7 +167,7 @@ def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
     for seed in (41, 42, 43):
         a_run(tmp_path / str(seed), *COLA, seed=seed, step=30 if seed == 43 else None)
     assert spread(ended(read_runs([tmp_path]).runs).ppl).endswith("(2)")  # one is unfinished
-    update_record(tmp_path / "43", {"state": {"name": "diverged"}})
+    update_record(tmp_path / "43", {"state": {"name": "diverged", "step": 30, "reason": "", "time": BEGAN}})
     assert spread(ended(read_runs([tmp_path]).runs).ppl) == "1 of 3 diverged"
     assert spread([1.0, 2.0, 4.0], "+.3f") == f"+2.333 ± {math.sqrt(7 / 3):.3f} (3)" and spread([1.0]) == "1.00 (1)"
     assert spread([]) == spread([1.0, math.nan]) == NONE
@@ -200,10 +202,13 @@ def test_runs_of_other_code_or_other_text_are_named(tmp_path):
     a_run(tmp_path / "a", *COLA)
     a_run(tmp_path / "b", *COLA, seed=42, code="def")
     assert "cola at tiny was trained by different code: abc, def" in read_runs([tmp_path]).remarks
-    a_run(tmp_path / "masked", *SHORT, "backbone=lost", "data.mask_documents=true")  # padded evaluations are the same
-    assert not any("same text" in remark for remark in read_runs([tmp_path]).remarks)
+    padded = "eval.packing=pad"  # evaluations of which are the same, masked or not
+    for name, words in {"c": ["backbone=lowrank"], "masked": ["backbone=lost", "data.mask_documents=true"]}.items():
+        a_run(tmp_path / "padded" / name, *SHORT, *words, padded)
+    assert not any("same text" in remark for remark in read_runs([tmp_path / "padded"]).remarks)
     a_run(tmp_path / "longer", *SHORT, "backbone=lax", "train.seq_len=32")
-    assert any("not all of the same text (train.seq_len)" in remark for remark in read_runs([tmp_path]).remarks)
+    found = read_runs([tmp_path / "a", tmp_path / "longer"])
+    assert any("not all of the same text (train.seq_len)" in remark for remark in found.remarks)
 
 
 def test_places(tmp_path, capsys):
@@ -231,7 +236,7 @@ def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
     """It ends where one has diverged; an unfinished seed has a thin line of its own."""
     for seed, level, step in ((41, 4.0, None), (42, 4.1, None), (43, 9.0, 30), (44, 4.0, 30)):
         a_run(tmp_path / f"{seed}", *COLA, seed=seed, level=level, step=step)
-    update_record(tmp_path / "44", {"state": {"name": "diverged"}})
+    update_record(tmp_path / "44", {"state": {"name": "diverged", "step": 30, "reason": "", "time": BEGAN}})
     found = read_runs([tmp_path])
     ax = figures.axes()
     figures.draw_group(ax, found.runs, found.metrics, "eval/perplexity", "train/tokens", figures.COLOURS[0])
