@@ -19,7 +19,7 @@ from dlr_pretrain.config import parse
 from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.launch.local import LOG
-from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand
+from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.state import queue, status_of
 from dlr_pretrain.launch.submit import start
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, at_least_1, command, write_to_stderr
@@ -32,8 +32,8 @@ EPILOG = """examples:
   reproduce.py fold run=runs/my-run --local            an own run instead of the item's
   reproduce.py all --rehearse                          all of it on a CPU, with tiny models
 
-Overrides select the runs that have their value, and are added to the others where their key exists. Options after --
-are those of sbatch. All is described in docs/reproduce.md."""
+--rows, scale= and seed= select runs. Other overrides are given to all runs that have their key. Options after -- are
+those of sbatch. All is described in docs/reproduce.md."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     does.add_argument("--render", action="store_true", help="tables, figures and the page of what there is")
     does.add_argument("--rehearse", action="store_true", help="everything with tiny models on this CPU, marked as such")
     does.add_argument("--documentation", action="store_true", help="print docs/reproduce.md")
+    add("--rows", metavar="ROW,ROW", help="of the table, such as cola,cola+dlr (default: all)")
+    add("--dry-run", dest="status", action="store_true", help="with --submit: show what would be queued")
     add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
     add("--output", type=Path, metavar="DIR", help="of the page (default: <run.root>/paper)")
     add(
@@ -72,24 +74,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     form = parser()
     given = form.parse_intermixed_args(argv[:cut])
-    given.for_sbatch, given.status = list(argv[cut + 1 :]), False
+    given.for_sbatch = list(argv[cut + 1 :])
     if given.for_sbatch and not given.submit:
         form.error("options after -- are for --submit")
     return command(lambda: act(given))
 
 
 def act(given: argparse.Namespace) -> int:
-    from dlr_pretrain.analysis.reproduce import documentation, render  # torch, after the arguments are checked
-
-    if given.documentation:
-        print(documentation(), end="")
-        return 0
     names = [word for word in given.what if "=" not in word]
     overrides = [word for word in given.what if "=" in word]
     known = paper.items()
     if unknown := [name for name in names if name not in (*known, "all")]:
         raise UserError(f"{unknown[0]}: is no item. Choose from {', '.join(known)}, or all")
-    chosen = list(known.values()) if not names or "all" in names else [known[name] for name in names]
+    asked = list(known.values()) if not names or "all" in names else [known[name] for name in names]
+    chosen = paper.chosen(asked, given.rows)
+
+    from dlr_pretrain.analysis.reproduce import documentation, render  # torch, after the arguments are checked
+
+    if given.documentation:
+        print(documentation(), end="")
+        return 0
     if given.rehearse:
         return rehearse(chosen, given, overrides)
     root = next((word.partition("=")[2] for word in overrides if word.startswith("run.root=")), "runs")
@@ -125,7 +129,7 @@ def work_of(item: Item, overrides: Sequence[str], given: argparse.Namespace, out
         runs = [PlannedRun(1, Line(f"{item.name}: {row}", ()), parse(read_config(Path(own[0]))))]
         runs[0].cfg.run.dir = own[0]
     else:
-        runs = paper.load_each(combine(item.lines(rehearsal), expand(words)), machine=given.local or rehearsal)
+        runs = paper.load_each(paper.planned_lines(item, words, rehearsal), machine=given.local or rehearsal)
     jobs: dict[str, str] = {}
     with suppress(UserError):  # no SLURM here, or none that answers: only --submit needs it
         jobs = {} if given.local or rehearsal else queue()
@@ -140,8 +144,12 @@ def listing(works: list, overrides: Sequence[str], given: argparse.Namespace, br
     from dlr_pretrain.analysis.reproduce import disk_of, hours_of, total
     from dlr_pretrain.models.flops import PEAK_FLOPS
 
-    if given.gpu not in PEAK_FLOPS:
-        raise UserError(f"--gpu={given.gpu}: its peak is not known. Choose from {', '.join(PEAK_FLOPS)}")
+    named = [name for name in PEAK_FLOPS if given.gpu in name]
+    named = [given.gpu] if given.gpu in named else named
+    if len(named) != 1:
+        raise UserError(f"--gpu={given.gpu}: names {len(named)} GPUs. Choose from {', '.join(named or PEAK_FLOPS)}")
+    (given.gpu,) = named
+    write_to_stderr("counting what the runs take ...")
     hours = hours_of(works, given.gpu, [given.mfu] if given.mfu else MFU)
     for work in works:
         print(f"{work.item.name:<10} {work.item.title}")
@@ -149,7 +157,7 @@ def listing(works: list, overrides: Sequence[str], given: argparse.Namespace, br
             for run, at in zip(work.runs, work.stands, strict=True):
                 print(f"{run.number:>12}  {run.dir}: {at}")
             for one in work.programs:
-                print(f"{'done' if one.makes.exists() else 'due':>12}  {one}")
+                print(f"{'done' if one.makes.exists() else 'to run':>12}  {one}")
             print(f"{'':11}disk       {disk_of(work.runs)} at most")
         print(f"{'':11}state      {work.state()}")
         print(f"{'':11}GPU hours  {total([hours[run.dir] for run in work.runs])}")

@@ -20,10 +20,14 @@ import yaml
 from dlr_pretrain.analysis.tables import printed, recipe
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.tree import PACKAGE
-from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs
+from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.state import JOBS
+from dlr_pretrain.util.errors import UserError
 
 SCRIPTS = next(folder for folder in (PACKAGE / "scripts", PACKAGE.parent / "scripts") if folder.is_dir())
+AXES = ("scale", "seed")  # overrides of these select runs
+OF_A_ROW = ("backbone", "dlr", "experiment")  # overrides of these would make one row of another
+SLURM = "--gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"
 DATA = {"sft_data": "yahma/alpaca-cleaned", "task_data": ""}  # "": of the hub
 # A model of half a million parameters on the sample text, for a few updates. By these keys a row is rehearsed.
 RANK = 8
@@ -71,6 +75,8 @@ class Item:
     rows: dict[str, str]
     common: str = ""
     control: str = ""
+    note: str = ""
+    slurm: str = SLURM
     milestones: list[int] = field(default_factory=list)
     published: dict[str, dict] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -157,6 +163,24 @@ def items() -> dict[str, Item]:
     found = {name: of for name, of in definitions().items() if not name.startswith("_")}
     steps = {name: [Step(**step) for step in of.pop("steps", [])] for name, of in found.items()}
     return {name: Item(name=name, **of, steps=steps[name]) for name, of in found.items()}
+
+
+def chosen(given: Sequence[Item], rows: str | None) -> list[Item]:
+    """The items, with the rows of a list such as ``cola,cola+dlr`` alone; those without any are left out."""
+    if rows is None:
+        return list(given)
+    names, known = rows.split(","), list(dict.fromkeys(row for item in given for row in item.rows))
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--rows={rows}: {unknown[0]} is no row. Choose from {', '.join(known)}")
+    left = ({row: words for row, words in item.rows.items() if row in names} for item in given)
+    return [replace(item, rows=own) for item, own in zip(given, left, strict=True) if own]
+
+
+def planned_lines(item: Item, overrides: Sequence[str], rehearsal: bool = False) -> list[Line]:
+    """The lines of an item that scale and seed among ``overrides`` select, each with the other ones."""
+    if of_a_row := next((word for word in overrides if key_of(word) in OF_A_ROW), None):
+        raise UserError(f"{of_a_row}: each row has its own. Choose rows by --rows, such as --rows cola,cola+dlr")
+    return combine(item.lines(rehearsal), expand(list(overrides)), AXES)
 
 
 def without_seed(line: Line) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from statistics import median
 from string import Template
 
 from dlr_pretrain.analysis import paper_views
-from dlr_pretrain.analysis.paper import Item, Program, items, load_each, without_seed
+from dlr_pretrain.analysis.paper import SLURM, Item, Program, items, load_each, without_seed
 from dlr_pretrain.analysis.plan import GPU, MFU
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
 from dlr_pretrain.analysis.tables import Table
@@ -22,7 +22,7 @@ from dlr_pretrain.models.flops import PEAK_FLOPS
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import markdown_table, plural
 
-SLURM = "-- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"
+ONE_GPU = "srun --gpus=1 --cpus-per-task=8 --mem=64G --time=8:00:00"  # before a command that measures
 GPUS = 8  # of which docs/reproduce.md gives days
 
 
@@ -53,10 +53,10 @@ class Work:
         """What brings the item on, or that there is nothing to do."""
         base = shlex.join(["python", "scripts/reproduce.py", self.item.name, *overrides])
         if any(at.state in DUE for at in self.stands):
-            return f"{base} --submit {SLURM}"
+            return f"{base} --submit -- {self.item.slurm}"
         if any(at.state in ("running", "pending") for at in self.stands):
             return "wait for its runs"
-        return f"{base} --local" if self.ready else f"{base} --render"
+        return f"{ONE_GPU} {base} --local" if self.ready else f"{base} --render"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -120,9 +120,13 @@ def render(works: Sequence[Work], overrides: Sequence[str], output: Path, comman
         cells = {(item.row_of(line), scale_of(line)): defined[without_seed(line)] for line in item.lines()}
         found = paper_views.read(item, work.runs, cells, work.programs, output / "figures")
         made = list(paper_views.LAYOUTS[item.layout](found))
-        told = [f"state: {work.state()}", f"refuted, if: {item.refuted}"]
+        told = [f"state: {work.state()}", f"the paper's claim fails if: {item.refuted}"]
         if not rehearsal:
-            told = [f"next: {work.next_command(overrides)}", *told, *(f"due: {program}" for program in work.ready)]
+            told = [
+                f"next: {work.next_command(overrides)}",
+                *told,
+                *(f"still to run: {program}" for program in work.ready),
+            ]
         parts += [Section(item.name, f"{item.name}: {item.title}", [*told, *dict.fromkeys(found.notes)]), *made]
     write_tables([part for part in parts if isinstance(part, Table)], output / "tables")
     mark = "rehearsal" if rehearsal else ""
@@ -143,14 +147,33 @@ def documentation() -> str:
         name, own = work.item.name, {run.dir: hours[run.dir] for run in work.runs}
         fresh = [of for folder, of in own.items() if folder not in seen or work is everything]
         link = f"[`{name}`](#{name})" if work.item.title else "all"
-        cells = [str(len(own)), str(len(own) - len(fresh)), total(fresh), total(fresh, GPUS * 24), disk_of(work.runs)]
+        alone = list(own.values())
+        cells = [
+            str(len(own)),
+            total(alone),
+            total(alone, GPUS * 24),
+            disk_of(work.runs),
+            str(len(fresh)),
+            total(fresh),
+        ]
         rows.append([link, work.item.title, *cells])
         seen.update(own)
-    header = ["item", "", "runs", "shared with items above", "GPU hours", f"days on {GPUS} H100", "disk"]
+    header = [
+        "item",
+        "",
+        "runs",
+        "GPU hours",
+        f"days on {GPUS} H100",
+        "disk",
+        "not in items above",
+        "GPU hours of these",
+    ]
     table = markdown_table(header, rows, right=range(2, len(header)))
     template = Template(Path(__file__).with_name("reproduce.md").read_text(encoding="utf-8"))
     sections = "\n\n".join(_section(work.item) for work in works)
-    return template.substitute(table=table, gpu=GPU, low=max(MFU), high=min(MFU), sections=sections, slurm=SLURM)
+    return template.substitute(
+        table=table, gpu=GPU, low=max(MFU), high=min(MFU), sections=sections, slurm=SLURM, one_gpu=ONE_GPU
+    )
 
 
 def _section(item: Item) -> str:
@@ -160,6 +183,8 @@ def _section(item: Item) -> str:
     told = " ".join(f"{what}: {', '.join(of)}." for what, of in facts.items() if of)
     control = f" Differences are to {item.control}." if item.control else ""
     base = f"python scripts/reproduce.py {item.name}"
-    commands = "\n".join([base, f"{base} --submit {SLURM}", f"{base} --local", f"{base} --render"])
-    refuted = f"It would be refuted if this holds: {item.refuted}"
-    return f"## {item.name}\n\n{item.title}. {told}{control}\n\n```bash\n{commands}\n```\n\n{refuted}"
+    measure = f"{ONE_GPU} {base} --local"
+    commands = "\n".join([base, f"{base} --submit -- {item.slurm}", *[measure] * bool(item.steps), f"{base} --render"])
+    about = "".join(f"{part}\n\n" for part in (f"{item.title}. {told}{control}", item.note) if part)
+    fails = f"The paper's claim fails if: {item.refuted}"
+    return f"## {item.name}\n\n{about}```bash\n{commands}\n```\n\n{fails}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,22 +90,25 @@ def expand(words: Sequence[str]) -> list[Line]:
     return [Line(shlex.join(words), words) for words in found]
 
 
-def combine(lines: list[Line], others: list[Line]) -> list[Line]:
+def combine(lines: list[Line], others: list[Line], axes: Collection[str] | None = None) -> list[Line]:
     """Each of ``lines`` with the overrides of each of ``others``.
 
-    An override of a key that a line sets itself selects: it keeps the line if the value is the same. Any other is for
-    the lines that have its key: see ``load_runs``.
+    An override of one of ``axes`` selects: it keeps the lines with this value. None: the keys that a line sets itself
+    select. Any other replaces the line's own, and is for the lines that have its key: see ``load_runs``.
     """
-    found = []
+    found, asked = [], set()
     for line in lines:
         own = {key_of(word): word.lstrip("+") for word in line.words}
         for other in others:
-            if all(own.get(key_of(word), word) == word for word in other.words):
-                more = [word for word in other.words if key_of(word) not in own]
-                shared = line.shared.union(map(key_of, more))
-                found.append(replace(line, words=(*line.words, *more), shared=shared))
+            selects = [word for word in other.words if key_of(word) in (own if axes is None else axes)]
+            asked |= {*selects}
+            if all(own.get(key_of(word)) == word for word in selects):
+                more = [word for word in other.words if word not in selects]
+                shared = frozenset(map(key_of, more))
+                kept = [word for word in line.words if key_of(word) not in shared]
+                found.append(replace(line, words=(*kept, *more), shared=line.shared | shared))
     if not found:
-        raise UserError(f"no run of the table has {' or '.join(map(str, others))}")
+        raise UserError(f"no run of the table has {' and '.join(sorted(asked))}")
     return found
 
 

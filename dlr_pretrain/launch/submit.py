@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, JOB, JOBS, STATES, ask, last_job, queue, status_of
-from dlr_pretrain.util.errors import at_least_1
+from dlr_pretrain.util.errors import UserError, at_least_1, write_to_stderr
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
 
@@ -53,7 +52,13 @@ def start(
 
     ``after_each`` is called whenever a run has ended on this machine.
     """
-    jobs = {} if given.local or (given.status and shutil.which("squeue") is None) else queue()
+    jobs: dict[str, str] = {}
+    try:
+        jobs = {} if given.local else queue()
+    except UserError as error:
+        if not given.status:
+            raise
+        write_to_stderr(f"note: queued jobs are not counted: {error}")
     stands = [status_of(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
         own = [word for word in run.line.words if not all(word in other.line.words for other in runs)]

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from dlr_pretrain.analysis import paper_views
-from dlr_pretrain.analysis.paper import Item, items, load_each
+from dlr_pretrain.analysis.paper import Item, chosen, items, load_each, planned_lines
 from dlr_pretrain.analysis.report import Section, write_page
 from dlr_pretrain.analysis.reproduce import documentation
 from dlr_pretrain.analysis.runs import NONE
@@ -27,6 +27,7 @@ from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.runs import PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.submit import ranges
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, main_of
 from tests.unit.test_report import CONVENTION, PAPER, a_run, logged
 
@@ -47,7 +48,7 @@ def trained(run: PlannedRun, level: float = 4.0, files: dict = C4, **how) -> Pat
 
 def planned(item: Item, *words: str) -> dict[tuple[str, int], PlannedRun]:
     """The runs of an item by row and seed."""
-    runs = load_each(combine(item.lines(), expand(list(words))))
+    runs = load_each(planned_lines(item, words))
     return {(item.row_of(run.line), run.cfg.seed): run for run in runs}
 
 
@@ -63,8 +64,8 @@ def shown(item: Item, runs: dict, folder: Path) -> tuple[pd.DataFrame, str]:
 def test_a_published_number_stands_beside_runs_of_its_setting(tmp_path):
     runs = planned(SHORT, f"run.root={tmp_path}")
     for (row, seed), run in runs.items():
-        if (row, seed) != ("uncorrected", 43):  # a seed that is missing
-            trained(run, level=3.4 + 0.1 * (row == "uncorrected"))
+        if (row, seed) != ("without correction", 43):  # a seed that is missing
+            trained(run, level=3.4 + 0.1 * (row == "without correction"))
     frame, notes = shown(SHORT, runs, tmp_path)
     values = [logged(runs["cola+dlr", seed].dir, name=CONVENTION) for seed in (41, 42, 43)]
     mean = statistics.fmean(values)
@@ -72,7 +73,7 @@ def test_a_published_number_stands_beside_runs_of_its_setting(tmp_path):
     assert row["60m PPL"] == f"{mean:,.2f} ± {statistics.stdev(values):.2f} (3)"
     assert (row["60m paper"], row["60m Δ paper"]) == ("32.96 ± 0.06", f"{mean - 32.96:+.2f}")
     assert row["60m Δ control"] == NONE
-    row = frame.loc["uncorrected"]
+    row = frame.loc["without correction"]
     assert row["60m PPL"].endswith("(2)") and row["60m paper"] == "33.80 ± 0.14"
     assert row["60m Δ control"].startswith("+") and row["60m Δ control"].endswith("(2)")
     assert "differs" not in notes and "nan" not in frame.to_string()
@@ -82,15 +83,15 @@ def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
     """One of another text, one whose record is damaged, and a directory that holds half the rank."""
     runs = planned(SHORT, f"run.root={tmp_path}")
     for seed in (41, 42, 43):
-        trained(runs["uncorrected", seed], files={"training": "2 files (1GB): prose.jsonl"})
+        trained(runs["without correction", seed], files={"training": "2 files (1GB): prose.jsonl"})
     trained(runs["cola+dlr", 41])
     (trained(runs["cola+dlr", 42]) / "manifest.json").write_text("{")
     half = planned(SHORT, f"run.root={tmp_path}/half", "scale.rank=64", "seed=43")
     trained(half["cola+dlr", 43]).rename(runs["cola+dlr", 43].dir)
     frame, notes = shown(SHORT, runs, tmp_path)
-    assert frame["60m paper"].to_dict() == {"cola+dlr": "32.96 ± 0.06", "uncorrected": "differs: text"}
-    assert frame["60m PPL"]["cola+dlr"].endswith("(1)") and frame["60m PPL"]["uncorrected"].endswith("(3)")
-    assert "differs: text some text, published all of C4 (uncorrected 60m)" in notes
+    assert frame["60m paper"].to_dict() == {"cola+dlr": "32.96 ± 0.06", "without correction": "differs: text"}
+    assert frame["60m PPL"]["cola+dlr"].endswith("(1)") and frame["60m PPL"]["without correction"].endswith("(3)")
+    assert "differs: text some text, published all of C4 (without correction 60m)" in notes
     assert re.search(r"s42-[\w.-]+ is left out: .*manifest\.json is damaged", notes)
     assert re.search(r"s43-[\w.-]+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
 
@@ -113,7 +114,7 @@ def test_half_of_the_rank_is_no_row_of_the_paper(tmp_path):
     row = frame.loc["cola+dlr"]
     assert row["60m paper"] == "differs: scale.rank, backbone.rank" and row["60m PPL"].endswith("(1)")
     assert "differs: scale.rank 64, published 128 (all)" in notes
-    assert frame["60m paper"]["uncorrected"] == "33.80 ± 0.14"  # no run of ours stands beside it
+    assert frame["60m paper"]["without correction"] == "33.80 ± 0.14"  # no run of ours stands beside it
 
 
 def test_the_papers_size_is_that_of_trained_parameters(tmp_path):
@@ -159,6 +160,23 @@ def test_an_override_is_for_the_rows_that_have_its_key(tmp_path):
     assert ranges([1, 2, 3, 5, 7, 8]) == "1-3,5,7-8"
 
 
+def test_rows_scales_and_seeds_select_and_other_overrides_replace():
+    table1, system, horizon = (items()[name] for name in ("table1", "system", "horizon"))
+    (own,) = chosen([table1, horizon], "cola,cola+dlr")
+    lines = planned_lines(own, ["scale=60m", "seed=41,42", "train.lr=0.01"])
+    assert [line.origin for line in lines] == ["table1: cola"] * 2 + ["table1: cola+dlr"] * 2
+    assert all({"scale=60m", "train.lr=0.01"} < {*line.words} for line in lines)
+    for line in planned_lines(horizon, ["train.steps=100"]):
+        assert "train.steps=100" in line.words and "train.steps=198364" not in line.words
+    for word in ("backbone=cola", "dlr=on", "experiment=paper"):
+        with pytest.raises(UserError, match="Choose rows by --rows"):
+            planned_lines(system, [word])
+    with pytest.raises(UserError, match="colla is no row"):
+        chosen([table1], "cola,colla")
+    with pytest.raises(UserError, match="no run of the table has scale=7b"):
+        planned_lines(table1, ["scale=7b", "train.lr=0.01"])
+
+
 def test_seeds_have_the_directories_that_train_py_gives_them():
     lines = replace(SHORT, rows={"cola+dlr": ""}).lines()
     assert [(run.dir, run.cfg) for run in load_each(lines)] == [(run.dir, run.cfg) for run in load_runs(lines)]
@@ -169,7 +187,7 @@ def test_an_item_says_what_it_would_run_and_the_next_command(tmp_path, monkeypat
     assert main_of("reproduce", "dynamics", "seed=41", "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", "0.2") == 0
     said = capsys.readouterr().out
     assert said.count("not started") == 4 + 1 and "state      4 not started, 0 of 1 program done" in said
-    assert "due  python -m benchmarks step scale=60m" in said and re.search(r"GPU hours  \d", said)
+    assert "to run  python -m benchmarks step scale=60m" in said and re.search(r"GPU hours  \d", said)
     assert "next       python scripts/reproduce.py dynamics seed=41 --submit -- --gpus-per-node=8" in said
     assert main_of("reproduce", "tabel1") == 3 and "Choose from table1, table7b" in capsys.readouterr().err
     assert main_of("reproduce", "dynamics", "--gpu", "H100") == 3 and "Choose from NVIDIA" in capsys.readouterr().err
@@ -182,6 +200,7 @@ def test_the_runs_that_are_due_are_one_array(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
+    assert main_of("reproduce", "dynamics", "--submit", "--dry-run") == 0 and not (tmp_path / "asked").exists()
     assert main_of("reproduce", "dynamics", "--submit", "--limit", "2", "--", "--mem=4G") == 0
     asked = (tmp_path / "asked").read_text().splitlines()
     assert {"--array=1-4%2", "--mem=4G", "--job-name=dynamics"} < set(asked)
@@ -196,14 +215,14 @@ def test_an_own_run_takes_the_place_of_the_items(tmp_path, monkeypatch, capsys):
     assert main_of("reproduce", "fold", "run=mine") == 0
     said = capsys.readouterr().out
     assert "mine: complete" in said and "fold.py mine/checkpoints/step_00000060 --output runs/paper/fold/mine" in said
-    assert "next       python scripts/reproduce.py fold run=mine --local" in said
+    assert "python scripts/reproduce.py fold run=mine --local" in said
 
 
 def test_a_page_without_runs_shows_what_is_published(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main_of("reproduce", "offset", "--render") == 0
     page = (tmp_path / "runs/paper/reproduce.md").read_text()
-    assert "| init_offset | 14.79 ± 0.04 |" in page and "state: 15 not started" in page and "nan" not in page
+    assert "| initial offset | 14.79 ± 0.04 |" in page and "state: 15 not started" in page and "nan" not in page
     assert (tmp_path / "runs/paper/tables/offset.tex").exists() and (tmp_path / "runs/paper/tables/tables.tex").exists()
 
 
