@@ -108,7 +108,7 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
         ax.set_ylim(late.min() - room, late.max() + room)
     ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
     ax.set(xlabel=LABELS[x], ylabel=LABELS.get(column, column))
-    ax.set_title(caption, fontsize=10, loc="left")
+    ax.set_title(f"{caption[0].upper()}{caption[1:]}", fontsize=10, loc="left")
     if len(at.runs) == 1:
         return save(ax, folder, name, "")
     told = "means over the finished seeds, with their standard deviation, dashed with DLR. A line ends where a seed has"
