@@ -34,7 +34,7 @@ COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then the same ones lighter
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm",
           "train/lr": "learning rate", "perf/tokens_per_second": "tokens/s"}  # fmt: skip
-LOSS = "training loss (lines, running medians) and evaluations (dots)"
+LOSS = "loss: training (lines, running medians), evaluations (dots)"
 OF_ONE_RUN = (("loss", "train/loss", LOSS), ("learning_rate", "train/lr", "learning rate"),
               ("gradient_norm", "train/grad_norm", "norm of the gradient before clipping (running median)"),
               ("throughput", "perf/tokens_per_second", "tokens/s (running median)"))  # fmt: skip
@@ -108,7 +108,7 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
         ax.set_ylim(late.min() - room, late.max() + room)
     ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
     ax.set(xlabel=LABELS[x], ylabel=LABELS.get(column, column))
-    ax.set_title(f"{caption[0].upper()}{caption[1:]}", fontsize=10, loc="left")
+    ax.set_title(caption, fontsize=10, loc="left")
     if len(at.runs) == 1:
         return save(ax, folder, name, "")
     told = "means over the finished seeds, with their standard deviation, dashed with DLR. A line ends where a seed has"
