@@ -10,8 +10,10 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from functools import cache
+from html.parser import HTMLParser
 from importlib.metadata import distributions
 from pathlib import Path
 from unittest.mock import patch
@@ -41,6 +43,41 @@ def test_links_lead_somewhere(path):
         target = (path.parent / name).resolve() if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+class Html(HTMLParser):
+    """A page of the site: what it links to or shows, and where links may lead in it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links, self.anchors = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.links |= {given.get("href"), given.get("src"), *re.split(r"[\s,]+", given.get("srcset") or "")}
+        self.anchors.add(given.get("id"))
+
+
+@pytest.mark.full
+def test_every_link_of_the_site_leads_somewhere(tmp_path):
+    """Also pictures in HTML, of which mkdocs looks at none."""
+    pytest.importorskip("material", reason='the site needs pip install -e ".[docs]"')
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    site = {path: Html(path.read_text()) for path in tmp_path.rglob("*.html") if path.name != "404.html"}
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
+        name = "index.html" if page.name == "README.md" else f"{page.stem}.html"
+        assert tmp_path / page.parent.relative_to(ROOT) / name in site
+    for path, html in site.items():
+        for link in filter(None, html.links):
+            if not re.match(r"\w+:", link):
+                name, _, anchor = link.partition("#")
+                target = (path.parent / name).resolve() if name else path
+                assert target.exists(), (path, link)
+                assert not anchor or target not in site or anchor in site[target].anchors, (path, link)
+    assert "Duplicated Latent Residuals" in (tmp_path / "search" / "search_index.json").read_text()
 
 
 def program(words: list[str]) -> int:
