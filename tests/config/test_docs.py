@@ -6,6 +6,8 @@ A command's flags are in the program's help, and its overrides compose. docs/ext
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 import runpy
 import shlex
@@ -25,6 +27,7 @@ from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOK = ROOT / "docs" / "first_model.ipynb"
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
 PROGRAM = re.compile(r"\.(py|sh|sbatch)$")
 OVERRIDES = ("train", "plan", "doctor", "prepare_data", "benchmarks")  # programs whose other words are overrides
@@ -36,7 +39,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, NOTEBOOK], ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
         name, _, anchor = link.partition("#")
@@ -78,6 +81,28 @@ def test_every_link_of_the_site_leads_somewhere(tmp_path):
                 assert target.exists(), (path, link)
                 assert not anchor or target not in site or anchor in site[target].anchors, (path, link)
     assert "Duplicated Latent Residuals" in (tmp_path / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    """Its cells in order, with fewer steps. A line with ``!`` is a command, as Jupyter reads it."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    command = r'subprocess.run(rf"""\1""", shell=True, check=True)'
+    code = "import subprocess\n" + re.sub(r"^!((?:.*\\\n)*.*)$", command, code, flags=re.MULTILINE)
+    shorter = code.replace("train.steps=150 eval.every=25", "train.steps=10 eval.every=5")
+    assert shorter != code
+    (tmp_path / "docs").mkdir()
+    for name in ("train.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    own = {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    python = [sys.executable, "-c", shorter]
+    done = subprocess.run(python, cwd=tmp_path / "docs", env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].endswith("nats per token of this sentence")
 
 
 def program(words: list[str]) -> int:
