@@ -1,23 +1,27 @@
-"""Draws the tables and figures of docs/evidence.md and its record again, from the tables of runs beside this file.
+"""Draws the tables and figures of docs/evidence.md again, from the tables of runs beside this file.
 
-    python -m benchmarks.evidence.report                             # both pages, and docs/evidence/
+    python -m benchmarks.evidence.report                             # the page, and docs/evidence/
     python -m benchmarks.evidence.report page.md folder-of-tables    # another page, from other tables
     python -m benchmarks.evidence.report folder/smoke.jsonl.gz       # prints the verdict of that piece
 
 The text between ``<!-- pairs/tune -->`` and ``<!-- end -->`` is replaced by the table ``tune`` of ``pairs.jsonl.gz``. A
-link such as ``(evidence/pairs/rates.png)`` draws that figure beside the page. ``collect.py`` says what the tables of
-runs hold. Losses are in nats/token; a difference is a method's loss minus the first method's of its comparison.
+link such as ``(evidence/pairs/tune.csv)`` writes that table beside the page, ``(evidence/pairs/rates.png)`` draws a
+figure. ``collect.py`` says what the tables of runs hold. Losses are in nats/token; a difference is a method's loss
+minus the first method's of its comparison.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import math
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, combinations
 from pathlib import Path
@@ -37,7 +41,7 @@ from dlr_pretrain.analysis.tune import LEVEL, compare, estimate
 from dlr_pretrain.util.text import markdown_table
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent.parent / "docs" / name for name in ("evidence.md", "evidence-record.md")]
+PAGE = HERE.parent.parent / "docs" / "evidence.md"
 PIECES = ("pairs", "paper", "mechanism", "ablations", "longer", "paths")
 SCALES = ("60m", "130m", "350m", "1b")
 BACKBONES = ("lost", "lax", "cola_lax", "lowrank", "cola")
@@ -127,12 +131,28 @@ def paper() -> pd.DataFrame:
     return published("table1").pivot(index="method", columns="scale", values="ppl")
 
 
-def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right: Iterable[int]) -> str:
-    """Markdown; the columns whose indices are in ``right`` are aligned to the right. Settings that are all the same are
-    left out."""
-    alike = header[0] == "Setting" and len({row[0] for row in rows}) == 1
-    shown = markdown_table(header[alike:], [row[alike:] for row in rows], [i - alike for i in right])
-    return "\n".join([shown, "", *(f"* {note}" for note in notes)])
+@dataclass
+class Table:
+    """A table of the page, or a file beside it. Columns whose indices are in ``right`` are aligned to the right."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: Sequence[str] = ()
+    right: Iterable[int] = ()
+
+    def __post_init__(self):
+        if self.header[0] == "Setting" and len({row[0] for row in self.rows}) == 1:  # it tells nothing apart
+            self.header, self.rows = self.header[1:], [row[1:] for row in self.rows]
+            self.right = [i - 1 for i in self.right]
+
+    def markdown(self) -> str:
+        shown = markdown_table(self.header, self.rows, self.right)
+        return "\n".join([shown, "", *(f"* {note}" for note in self.notes)])
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
+        return text.getvalue()
 
 
 def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
@@ -152,8 +172,8 @@ def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
     return found
 
 
-def differences(piece: Piece) -> str:
-    """The table of docs/evidence.md."""
+def differences(piece: Piece) -> Table:
+    """Every comparison of a backbone with DLR with the same without it, in one table."""
     rows, found = [], headline(piece.folder)
     effects = together([effect for _, _, effect in found])
     for (c, setting, _), d in zip(found, effects, strict=True):
@@ -166,10 +186,10 @@ def differences(piece: Piece) -> str:
         "PPL is the mean over seeds of the perplexities; the difference is that of the losses. Where seeds scatter, as "
         "at 0.01, it need not be the logarithm of their ratio. Two rates are those without and with DLR."
     )
-    return table(header, rows, [one_level(effects, "with DLR is"), note], (2, 3, 4, 6))
+    return Table(header, rows, [one_level(effects, "with DLR is"), note], (2, 3, 4, 6))
 
 
-def tune(piece: Piece) -> str:
+def tune(piece: Piece) -> Table:
     """Each method at its own rate, and its difference from the first of its comparison."""
     rows = []
     effects = together([effect for c in piece.comparisons for effect in c.effects.values()])
@@ -179,10 +199,45 @@ def tune(piece: Piece) -> str:
             shown = cells(next(left)) if method in c.effects else [""] * 4
             rows.append([setting, method, f"{choice['lr']:g}", perplexities(c.held_out(method)), *shown])
     header = ["Setting", "Method", "Rate", "Perplexity", "Difference", "Interval", "p", "Better"]
-    return table(header, rows, [one_level(effects)], (3, 4, 6))
+    return Table(header, rows, [one_level(effects)], (3, 4, 6))
 
 
-def tune_rates(piece: Piece) -> str:
+def mechanism(piece: Piece) -> Table:
+    """By rounding and decay: plain ``cola``, and ``cola`` that starts at DLR's offset, each minus ``cola`` with DLR."""
+    effects = [effect for c in piece.comparisons for effect in c.effects.values()]
+    of = {id(effect): cells(d)[:2] for effect, d in zip(effects, together(effects), strict=True)}
+    rows = []
+    for c in piece.comparisons:
+        config = piece.runs[c.trials.run[0]]["config"]
+        precision, optimizer = config["precision"]["name"], config["optimizer"]
+        rounded = "" if optimizer["name"] == "adamw" else ", after each operation"
+        both = [of[id(c.effects[f"cola{method}"])] for method in ("+init_offset", "")]
+        rows.append([precision + rounded, str(optimizer["weight_decay"]), *both[0], *both[1]])
+    header = ["Rounding", "Decay", "Offset minus DLR", "Interval", "Without minus DLR", "Interval"]
+    return Table(header, sorted(rows), right=(2, 4))
+
+
+def paths(piece: Piece) -> Table:
+    """How the gradient reaches the latents of three projections, every hundred updates."""
+    rows = []
+    for run in piece.runs.values():
+        metrics, config = run["metrics"], run["config"]
+        for name in metrics:
+            if not name.endswith("/rho"):
+                continue
+            values = [metrics[name.removesuffix("rho") + of] for of in ("rho", "rho_mean", "isotropic", "cosine")]
+            method, rate = f"{config['backbone']['name']}+dlr", f"{config['train']['lr']:g}"
+            for step, *measured in zip(metrics["step"], *values, strict=True):
+                if measured[0] is not None:
+                    *norms, cosine = measured
+                    shown = [*(f"{norm:.3f}" for norm in norms), f"{cosine:+.3f}"]
+                    rows.append([method, rate, name.split("/")[1], str(step), *shown])
+    return Table(
+        ["Method", "Rate", "Projection", "Before update", "rho", "Mean of ratios", "Isotropic", "Cosine"], rows
+    )
+
+
+def tune_rates(piece: Piece) -> Table:
     rates = sorted({lr for c in piece.comparisons for lr in c.design.rates})
     rows = [
         [setting, method, *(perplexities(c.grid(method)[[lr]]) for lr in rates)]
@@ -190,10 +245,10 @@ def tune_rates(piece: Piece) -> str:
         for method in c.chosen
     ]
     header = ["Setting", "Method", *map("{:g}".format, rates)]
-    return table(header, rows, [], range(2, len(header)))
+    return Table(header, rows, right=range(2, len(header)))
 
 
-def tune_order(piece: Piece) -> str:
+def tune_order(piece: Piece) -> Table:
     """The order of the methods, ours and the paper's."""
     held_out = {method: c.held_out(method) for c in piece.comparisons for method in c.chosen}
     ranked = sorted(held_out, key=lambda method: np.exp(held_out[method]).mean())
@@ -210,10 +265,10 @@ def tune_order(piece: Piece) -> str:
         "Perplexities, with the rank among the methods of this table in brackets. Text and model sizes differ.",
         f"Of the {len(pairs)} pairs of these methods, the paper orders like ours: {', '.join(alike)}.",
     ]
-    return table(["Method", "Ours", *(f"{scale} paper" for scale in SCALES)], rows, notes, range(1, 6))
+    return Table(["Method", "Ours", *(f"{scale} paper" for scale in SCALES)], rows, notes, range(1, 6))
 
 
-def tune_effect(piece: Piece) -> str:
+def tune_effect(piece: Piece) -> Table:
     """What DLR changes, ours and the paper's."""
     theirs = np.log(paper())
     effects = [effect for c in piece.comparisons for effect in c.effects.values()]
@@ -223,10 +278,10 @@ def tune_effect(piece: Piece) -> str:
     ]
     note = "The paper's, from its printed perplexities: its convention makes a difference one percent too small."
     header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
-    return table(header, rows, [note], (1, 3, 4, 5, 6))
+    return Table(header, rows, [note], (1, 3, 4, 5, 6))
 
 
-def smoke(piece: Piece) -> str:
+def smoke(piece: Piece) -> Table:
     """The difference of ``lost`` at update 250, beside what the same update of ``pairs`` predicts for these seeds."""
     pairs = read(HERE / "pairs.jsonl.gz")
     (lost,) = (c for c in pairs.comparisons if c.design.methods[0] == "lost")
@@ -242,7 +297,7 @@ def smoke(piece: Piece) -> str:
         f"Predicted for the mean, from the seeds of `pairs` at this update: {low:+.4f} to {high:+.4f} ({LEVEL:.0%}).",
         f"Found: {mean:+.4f}, {'inside' if low <= mean <= high else 'outside'}.",
     ]
-    return table(["Seed", "Difference of the loss with DLR, nats/token"], rows, notes, (1,))
+    return Table(["Seed", "Difference of the loss with DLR, nats/token"], rows, notes, (1,))
 
 
 def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
@@ -255,25 +310,27 @@ def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
     return found
 
 
-def cost(piece: Piece) -> str:
-    """A row a backbone, whose variants are: without DLR, again without DLR, with DLR."""
-    rows = []
+def cost(piece: Piece) -> Table:
+    """A row a backbone. ``ratio`` is the seconds with DLR over those without in the same round: median [its 95 %
+    interval]; the last column is the same of a second step without DLR."""
+    rows = []  # the variants of a line are: without DLR, again without DLR, with DLR
     for plain, again, dlr in (line.get("variants") or line["arms"] for line in piece.lines):
         ratios = [paired(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
         shown = ("{median:.4f} [{low:.4f}, {high:.4f}]".format(**ratio) for ratio in ratios)
         speeds = [f"{v['ms']:.1f}" for v in (plain, dlr)] + [f"{v['tokens_per_second']:,.0f}" for v in (plain, dlr)]
         given = dict(word.split("=") for word in plain.get("overrides") or plain["words"])
         rows.append([given["backbone"], *speeds, *shown])
-    note = (
-        "ratio: seconds with DLR over those without in the same round, median [its 95 % interval]. The last column is "
-        "the same of a second step without DLR."
-    )
-    header = ["backbone", "ms/step", "with DLR", "positions/s", "with DLR", "ratio", "the same once more"]
-    return table(header, rows, [note], range(1, 7))
+    speeds = [f"{unit}{dlr}" for unit in ("ms/step", "positions/s") for dlr in ("", " with DLR")]
+    header = ["backbone", *speeds, "ratio", "the same once more"]
+    return Table(header, rows)
 
 
-def spent(pieces: Sequence[Piece]) -> str:
-    """What the runs of each piece took."""
+def spent(pieces: Sequence[Piece]) -> Table:
+    """What the runs of each piece took; a run of several pieces counts in each.
+
+    Hours of one core are from the first update to the last, with evaluations, saves, and what a machine stood still in
+    between; minutes are the shortest, the median and the longest run.
+    """
     rows = []
     for piece in pieces:
         runs = list(piece.runs.values())
@@ -290,13 +347,8 @@ def spent(pieces: Sequence[Piece]) -> str:
             ", ".join(f"{60 * x:.2g}" for x in (hours.min(), hours.median(), hours.max())),
             listed(commit[:7] for run in runs for commit in run["commits"]),
         ])  # fmt: skip
-    note = (
-        "Hours of one core per run, from the first update to the last, with evaluations, saves, and what a machine "
-        "stood still in between; minutes are the shortest, the median and the longest. A run of several pieces counts "
-        "in each."
-    )
     header = ["Piece", "Runs", "Seeds", "Precision", "Tokens per run", "Hours", "Minutes per run", "Commits"]
-    return table(header, rows, [note], (1, 5))
+    return Table(header, rows)
 
 
 def listed(values: Iterable) -> str:
@@ -357,42 +409,57 @@ def draw_rates(piece: Piece) -> Figure:
     return figure
 
 
-TABLES = {f.__name__: f for f in (differences, tune, tune_rates, tune_order, tune_effect, cost, smoke)}
+TABLES = {
+    f.__name__: f for f in (differences, tune, tune_rates, tune_order, tune_effect, mechanism, paths, cost, smoke)
+}
 FIGURES = {"differences": draw_differences, "rates": draw_rates}
 read = cache(Piece)
+
+
+def made(piece: str, name: str, folder: Path) -> Table | None:
+    """The table of that name, of one piece or of ``all``. None: the folder has no runs of the piece."""
+    if piece == "all":
+        return spent([read(path) for of in PIECES if (path := folder / f"{of}.jsonl.gz").exists()])
+    path = folder / f"{piece}.jsonl.gz"
+    return TABLES[name](read(path)) if path.exists() else None
 
 
 def insert(text: str, folder: Path) -> str:
     """``text`` with its tables made anew."""
 
     def body(found: re.Match) -> str:
-        if found[2] == "all":
-            shown = spent([read(path) for name in PIECES if (path := folder / f"{name}.jsonl.gz").exists()])
-        else:
-            shown = TABLES[found[3]](read(folder / f"{found[2]}.jsonl.gz"))
+        table = made(found[2], found[3], folder)
+        shown = f"No runs of `{found[2]}`." if table is None else table.markdown().rstrip()
         return f"{found[1]}\n{shown}\n\n{found[4]}"
 
     return re.sub(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", body, text, flags=re.DOTALL)
+
+
+def beside(text: str) -> list[tuple[str, str, str]]:
+    """The files of the page: piece, table or figure, and ``csv`` or ``png``."""
+    return re.findall(r"\(evidence/(\w+)/(\w+)\.(csv|png)\)", text)
 
 
 def draw(page: Path, folder: Path) -> None:
     text = insert(page.read_text(), folder)
     page.write_text(text)
     matplotlib.rcdefaults()  # whatever the user's style is
-    for piece, name in re.findall(r"\(evidence/(\w+)/(\w+)\.png\)", text):
-        target = page.parent / "evidence" / piece / f"{name}.png"
+    for piece, name, kind in beside(text):
+        target = page.parent / "evidence" / piece / f"{name}.{kind}"
         target.parent.mkdir(parents=True, exist_ok=True)
-        FIGURES[name](read(folder / f"{piece}.jsonl.gz")).savefig(target)
+        if kind == "png":
+            FIGURES[name](read(folder / f"{piece}.jsonl.gz")).savefig(target)
+        elif table := made(piece, name, folder):
+            target.write_text(table.csv())
 
 
 def main(given: list[str]) -> None:
     if given and given[0].endswith("smoke.jsonl.gz"):
-        print(smoke(read(Path(given[0]))))
+        print(smoke(read(Path(given[0]))).markdown())
     elif given:
         draw(*map(Path, given))
     else:
-        for page in PAGES:
-            draw(page, HERE)
+        draw(PAGE, HERE)
 
 
 if __name__ == "__main__":

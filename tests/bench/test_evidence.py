@@ -1,9 +1,8 @@
-"""The evidence: pages show what was measured, and its commands can be given."""
+"""The evidence: the page shows what was measured, and its commands can be given."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 
 import pytest
@@ -15,12 +14,13 @@ from dlr_pretrain.launch.runs import load_runs, read_table
 from tests.conftest import ROOT
 
 
-def test_the_pages_show_what_their_tables_of_runs_say():
-    for page in report.PAGES:
-        text = page.read_text()
-        assert report.insert(text, report.HERE) == text
-        (link,) = re.findall(r"\((evidence/\w+/\w+\.png)\)", text)
-        assert (page.parent / link).is_file()
+def test_the_page_and_its_files_show_what_the_tables_of_runs_say():
+    text, folder = report.PAGE.read_text(), report.PAGE.parent / "evidence"
+    assert report.insert(text, report.HERE) == text
+    linked = {folder / piece / f"{name}.{kind}" for piece, name, kind in report.beside(text)}
+    assert linked == set(folder.glob("*/*"))
+    for path in linked:
+        assert path.suffix == ".png" or report.made(path.parent.name, path.stem, report.HERE).csv() == path.read_text()
 
 
 def test_the_intervals_of_a_table_hold_together():

@@ -6,12 +6,16 @@ A command's flags are in the program's help, and its overrides compose. docs/ext
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 import runpy
 import shlex
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from functools import cache
+from html.parser import HTMLParser
 from importlib.metadata import distributions
 from pathlib import Path
 from unittest.mock import patch
@@ -23,6 +27,7 @@ from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOK = ROOT / "docs" / "first_model.ipynb"
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
 PROGRAM = re.compile(r"\.(py|sh|sbatch)$")
 OVERRIDES = ("train", "plan", "doctor", "prepare_data", "benchmarks")  # programs whose other words are overrides
@@ -34,13 +39,70 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, NOTEBOOK], ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
         name, _, anchor = link.partition("#")
         target = (path.parent / name).resolve() if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+class Html(HTMLParser):
+    """A page of the site: what it links to or shows, and where links may lead in it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links, self.anchors = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.links |= {given.get("href"), given.get("src"), *re.split(r"[\s,]+", given.get("srcset") or "")}
+        self.anchors.add(given.get("id"))
+
+
+@pytest.mark.full
+def test_every_link_of_the_site_leads_somewhere(tmp_path):
+    """Also pictures in HTML, of which mkdocs looks at none."""
+    pytest.importorskip("material", reason='the site needs pip install -e ".[docs]"')
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    site = {path: Html(path.read_text()) for path in tmp_path.rglob("*.html") if path.name != "404.html"}
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
+        name = "index.html" if page.name == "README.md" else f"{page.stem}.html"
+        assert tmp_path / page.parent.relative_to(ROOT) / name in site
+    for path, html in site.items():
+        for link in filter(None, html.links):
+            if not re.match(r"\w+:", link):
+                name, _, anchor = link.partition("#")
+                target = (path.parent / name).resolve() if name else path
+                assert target.exists(), (path, link)
+                assert not anchor or target not in site or anchor in site[target].anchors, (path, link)
+    assert "Duplicated Latent Residuals" in (tmp_path / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    """Its cells in order, with fewer steps. A line with ``!`` is a command, as Jupyter reads it."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    command = r'subprocess.run(rf"""\1""", shell=True, check=True)'
+    code = "import subprocess\n" + re.sub(r"^!((?:.*\\\n)*.*)$", command, code, flags=re.MULTILINE)
+    shorter = code.replace("train.steps=150 eval.every=25", "train.steps=10 eval.every=5")
+    assert shorter != code
+    (tmp_path / "docs").mkdir()
+    for name in ("train.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    own = {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    python = [sys.executable, "-c", shorter]
+    done = subprocess.run(python, cwd=tmp_path / "docs", env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].endswith("nats per token of this sentence")
 
 
 def program(words: list[str]) -> int:
