@@ -12,7 +12,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md")
-BESIDE = ("docs/images/*", "docs/evidence/*/*", "docs/*.ipynb", "docs/site.css")
+# Not pages, but linked by some.
+BESIDE = ("docs/images/*", "docs/evidence/*/*", "docs/*.ipynb", "docs/site.css", "tests/*/*.py")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
