@@ -34,7 +34,8 @@ def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
     (errno.ENOSPC, "No space left on device. Free space there"),
     (errno.EIO, "Input/output error. Its disk or file server fails: see the system's log"),
     (errno.EROFS, "Read-only file system. Change its permissions, or name another place"),
-    (errno.ENOTDIR, "Not a directory"),
+    (errno.ENOTDIR, "Not a directory. A part of the path is a file: name another place"),
+    (errno.ENAMETOOLONG, "File name too long"),
 ])  # fmt: skip
 @pytest.mark.parametrize("call", ["write", "fsync"])
 def test_an_error_of_a_disk_names_the_file_and_what_helps(tmp_path, monkeypatch, capsys, number, said, call):
