@@ -1,6 +1,9 @@
-/* Between a process and its files: a library for LD_PRELOAD that ends the process at its n-th operation on a file below
+/* Between a process and its files: a library for LD_PRELOAD that ends the process before its n-th change of a file below
    a folder, or lets operations of a kind fail there. It sees the operations of Python and of all compiled code that
-   calls the C library. Until layer_arm is called, nothing is counted. */
+   calls the C library. Until layer_arm is called, it does nothing.
+
+   Changes are of the kinds create (opening for writing), write, rename, unlink, mkdir and chmod. Other kinds, which
+   change nothing that another process sees, are open (for reading), list and fsync. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -18,14 +21,14 @@
 
 static struct {
     char folder[PATH_MAX]; /* operations on paths that begin with this count; empty: none */
-    long deadly;           /* the process ends before this one, from 1; 0: never */
-    int torn;              /* an operation that writes first writes half of what it was given */
+    long deadly;           /* the process ends before this change, from 1; 0: never */
+    int torn;              /* if that is a write, in the middle of it */
     char kind[32];         /* operations of this kind fail ... */
     char part[256];        /* ... on paths that contain this ... */
     int error;             /* ... with this errno; 0: none */
     int log;               /* a file descriptor for a line "kind path" of each operation; -1: none */
 } layer = {.log = -1};
-static long counted;
+static long counted; /* changes */
 
 void layer_arm(const char *folder, long deadly, int torn, const char *kind, const char *part, int error, int log) {
     snprintf(layer.kind, sizeof layer.kind, "%s", kind);
@@ -70,13 +73,13 @@ static void die(void) {
 static int see(const char *kind, const char *path) {
     if (!layer.folder[0] || strncmp(path, layer.folder, strlen(layer.folder)))
         return GO;
-    long now = __atomic_add_fetch(&counted, 1, __ATOMIC_SEQ_CST);
+    int changes = strcmp(kind, "open") && strcmp(kind, "list") && strcmp(kind, "fsync");
     if (layer.log >= 0) {
         char line[PATH_MAX + 64];
         int n = snprintf(line, sizeof line, "%s %s\n", kind, path);
         syscall(SYS_write, layer.log, line, (size_t)n);
     }
-    if (now == layer.deadly) {
+    if (changes && __atomic_add_fetch(&counted, 1, __ATOMIC_SEQ_CST) == layer.deadly) {
         if (layer.torn && !strcmp(kind, "write"))
             return HALF;
         die();
@@ -106,6 +109,7 @@ static int described(const char *kind, int fd) {
 
 /* ------------------------------------------------------------------------------------------- opening, listing */
 
+#define OPENING(flags) ((flags) & (O_CREAT | O_TRUNC) ? "create" : "open")
 #define OPEN(function)                                                                                               \
     int function(const char *name, int flags, ...) {                                                                 \
         REAL(function);                                                             \
@@ -113,7 +117,7 @@ static int described(const char *kind, int fd) {
         va_start(more, flags);                                                                                       \
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;                                    \
         va_end(more);                                                                                                \
-        return named("open", AT_FDCWD, name) == GO ? real(name, flags, mode) : -1;                                   \
+        return named(OPENING(flags), AT_FDCWD, name) == GO ? real(name, flags, mode) : -1;                                   \
     }
 #define OPENAT(function)                                                                                             \
     int function(int at, const char *name, int flags, ...) {                                                         \
@@ -122,17 +126,17 @@ static int described(const char *kind, int fd) {
         va_start(more, flags);                                                                                       \
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;                                    \
         va_end(more);                                                                                                \
-        return named("open", at, name) == GO ? real(at, name, flags, mode) : -1;                                     \
+        return named(OPENING(flags), at, name) == GO ? real(at, name, flags, mode) : -1;                                     \
     }
 OPEN(open) OPEN(open64) OPENAT(openat) OPENAT(openat64)
 
 FILE *fopen(const char *name, const char *mode) {
     REAL(fopen);
-    return named("open", AT_FDCWD, name) == GO ? real(name, mode) : NULL;
+    return named(mode[0] == 'r' ? "open" : "create", AT_FDCWD, name) == GO ? real(name, mode) : NULL;
 }
 FILE *fopen64(const char *name, const char *mode) {
     REAL(fopen64);
-    return named("open", AT_FDCWD, name) == GO ? real(name, mode) : NULL;
+    return named(mode[0] == 'r' ? "open" : "create", AT_FDCWD, name) == GO ? real(name, mode) : NULL;
 }
 DIR *opendir(const char *name) {
     REAL(opendir);
