@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from dlr_pretrain.analysis.runs import Runs, ended, spread
 from dlr_pretrain.util.text import amount
 
+# matplotlib refuses to be imported where this names a backend that is not installed, as in what a notebook starts.
+_backend = os.environ.pop("MPLBACKEND", None)
+import matplotlib  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+if _backend is not None:
+    os.environ["MPLBACKEND"] = _backend
+    with suppress(ValueError):
+        matplotlib.rcParams["backend"] = _backend
+
 IMAGES = ("png", "svg", "pdf")
 POINTS = 1000  # of a curve
-TAB20 = colormaps["tab20"].colors
+TAB20 = matplotlib.colormaps["tab20"].colors
 COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then the same ones lighter
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm"}  # fmt: skip

@@ -27,6 +27,7 @@ from dlr_pretrain.config.written import describe_differences, differences, read_
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import NUMBER, Shape, read_json
 from dlr_pretrain.util.process import cores
 
 T5 = "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # of google-t5/t5-base: its spiece.model
@@ -34,6 +35,9 @@ C4 = re.compile(r"1,024 files .*c4-train\.\d{5}-of-01024\.json\.gz")  # as a run
 GPU = "H100 80GB"  # of the paper's memory and speed
 BEST = "**{}**"  # the better of a pair, in Markdown; Table makes HTML and LaTeX of it
 UNBIASED = " u"
+SPEED: Shape = {"name": str, "tokens_per_second": NUMBER}
+SCORE: Shape = {"acc?": NUMBER | None, "std?": NUMBER | None}
+TASKS: Shape = {"tasks?": {"*": SCORE}, "average?": SCORE, "checkpoints?": list}
 NO_RUN = ["run", "state", "seed", "ppl", "convention"]  # the columns of a cell without a run
 CONVENTION = (
     "PPL is by the convention of the published tables: the loss of n batches is divided by n + 1. A number with"
@@ -362,7 +366,7 @@ def dynamics(found: Found) -> Iterator[Table | Picture]:
     yield from scales(replace(found, item=replace(found.item, title=f"{found.item.title}: perplexity")))
     yield from curve(found)
     for program in found.programs:
-        if result := _result(program.makes):
+        if result := _result(program.makes, {"variants": [SPEED], "device": str}):
             ax, of = axes(), result["variants"]
             ax.barh([one["name"] for one in of], [one["tokens_per_second"] for one in of], color=COLOURS[0])
             ax.invert_yaxis()
@@ -398,7 +402,8 @@ def paths(found: Found) -> Iterator[Table | Picture]:
 def fold(found: Found) -> Iterator[Table | Picture]:
     """Each number of the fold beside the published one."""
     for program, of in zip(found.programs, found.cells.values(), strict=False):
-        record, rows = _result(program.makes), []
+        names = [f"fold/{name}" for name in of.paper["own"]]
+        record, rows = _result(program.makes, dict.fromkeys(names, NUMBER) | {"fold/shape": str}), []
         machine = str(record.get("fold/shape"))
         differs = [key for key in of.differs if key != "convention"] + ([] if GPU in machine else ["GPU"])
         for name, theirs in of.paper["own"].items():
@@ -413,9 +418,14 @@ def _digits(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
-def _result(file: Path) -> dict:
-    """What a program has written; empty if it has not run."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def _result(file: Path, shape: Shape) -> dict:
+    """What a program has written; empty if it has not run. Raises UserError if it is damaged."""
+    try:
+        return read_json(file, shape)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{file}: damaged ({error}). Delete it, and its program is due again") from error
 
 
 def tasks(found: Found) -> Iterator[Table | Picture]:
@@ -424,7 +434,7 @@ def tasks(found: Found) -> Iterator[Table | Picture]:
     for (row, _), of in found.cells.items():
         differs, told = [key for key in of.differs if key != "convention"], {}
         for kind, name in (("plain", f"{row}.json"), ("as published", f"{row}-published.json")):
-            result = _result(files[name]) if name in files else {}
+            result = _result(files[name], TASKS) if name in files else {}
             scored = result.get("tasks", {}) | {"average": result.get("average", {})}
             told = {task: _percent(scored.get(task, {}), result) for task in of.paper["own"]}
             rows.append({"Method": row, "Tokenizer": kind} | told)

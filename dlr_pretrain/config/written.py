@@ -17,12 +17,19 @@ import yaml
 
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, as_typed, did_you_mean
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Config, Key, keys_of
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, file_error, first_line
+from dlr_pretrain.util.files import NUMBER, Shape, read_json
 
 TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
 PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # of one place: no globs
 NULLS = ("none", "null", "~", "")  # what people type for null; all but a bare null reach us as text
 MANIFEST = "manifest.json"
+RECORD: Shape = {
+    "identity": dict, "saved?": int, "started_from?": {"step": int}, "micro_batch?": {"*": int},
+    "starts": [{"time": str, "command": [str], "world_size": int, "device": str, "files?": {"*": str}}],
+    "state?": {"name": str, "step": int, "reason": str, "time": NUMBER},
+    "parameters?": NUMBER, "flops_per_token?": NUMBER,
+}  # fmt: skip
 # Sections and keys that take no part in the mathematics of a run: they may change on resume.
 CHANGEABLE = (
     *("device", "compile", "parallel.", "logger.", "checkpoint.", "log.", "profile.", "eval.every"),
@@ -240,7 +247,7 @@ def read_config(run_dir: Path) -> dict:
         raise UserError(f"{path} is missing: {run_dir} is no run directory")
     try:
         return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is damaged ({first_line(error)}). Restore it from a backup") from error
 
 
@@ -251,12 +258,11 @@ def read_record(run_dir: Path) -> dict:
     """
     path = run_dir / MANIFEST
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record | {"identity": dict(record["identity"]), "starts": list(record["starts"])}
+        return read_json(path, RECORD)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         rule = "Move it away to resume; settings are then not checked against those of the run"
-        raise UserError(f"{path} is damaged. {rule}") from error
+        raise UserError(f"{path} is damaged ({first_line(error)}). {rule}") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. Look at run.dir") from error
+        raise file_error(error) from error

@@ -31,7 +31,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
+from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_stderr
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one such range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
@@ -142,11 +142,14 @@ def _find_remote(root: str, address: str) -> list[File]:
     system, path = _file_system(address)
     magic = re.search(r"[*\[]" if address.startswith("http") else r"[*?\[]", path)  # ? begins a web address's query
     base = _file_system(root)[1] if "://" in root else os.path.dirname(path[: magic.start()] if magic else path)
-    look = partial(system.glob, path, detail=True) if magic else lambda: {path: system.info(path)}
-    try:
-        found = retry(look, address)
-    except FileNotFoundError:
-        return []
+
+    def look() -> dict[str, dict]:
+        try:
+            return system.glob(path, detail=True) if magic else {path: system.info(path)}
+        except FileNotFoundError:
+            return {}
+
+    found = retry(look, address)
     if outside := next((name for name in found if ".." in re.split(r"[/\\]", unquote(name))), None):
         fix = "Name the files by data.train_files"
         raise UserError(f"{address}: the server lists {outside}, which leads out of its folder. {fix}")
@@ -205,20 +208,24 @@ def _commit(repository: str, revision: str | None) -> str | None:
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
     try:
-        with ThreadPool(1) as pool:  # a look-up of a name has no time-out, and no process waits for this pool's threads
-            return retry(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, patience=0.0)
+        # a look-up of a name has no time-out, and no process waits for this pool's threads
+        with _told_of_silence(name), ThreadPool(1) as pool:
+            return _ask_again(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, patience=0.0)
     except Exception as error:  # the types differ between versions of the client
         rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
         raise UserError(f"{name}: {rule}. {fix}") from error
 
 
-def retry(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
-    """The answer of ``ask``, which is asked again after errors that may pass, for ``patience`` seconds.
-
-    A server that answers, if only that it is busy, is always asked again: many jobs may start together.
-    """
-    with _told_of_silence(name):
-        return _ask_again(ask, name, patience)
+def retry(ask: Callable[[], T], name: str) -> T:
+    """The answer of ``ask``, as ``_ask_again`` gets it; a UserError that names the address, if there is none."""
+    try:
+        with _told_of_silence(name):
+            return _ask_again(ask, name, PATIENCE_SECONDS)
+    except UserError:
+        raise
+    except Exception as error:  # those of sockets are OSErrors, and no fault of a disk
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 
 
 @contextmanager
@@ -239,7 +246,11 @@ def _told_of_silence(name: str) -> Iterator[None]:
         answered.set()
 
 
-def _ask_again(ask: Callable[[], T], name: str, patience: float | None) -> T:
+def _ask_again(ask: Callable[[], T], name: str, patience: float) -> T:
+    """The answer of ``ask``, which is asked again after errors that may pass, for ``patience`` seconds.
+
+    A server that answers, if only that it is busy, is always asked again: many jobs may start together.
+    """
     since, wait = time.monotonic(), FIRST_WAIT_SECONDS
     while True:
         try:
@@ -249,7 +260,7 @@ def _ask_again(ask: Callable[[], T], name: str, patience: float | None) -> T:
         except Exception as error:  # the types differ between file systems
             answer = getattr(error, "response", error)
             status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
-            allowed = PATIENCE_SECONDS if patience is None or status is not None else patience
+            allowed = patience if status is None else PATIENCE_SECONDS
             final = status in FINAL or type(error).__name__ in FINAL_ERRORS
             if final or time.monotonic() - since >= allowed:
                 raise
@@ -271,12 +282,7 @@ class Retrying(AbstractBufferedFile):
     def _fetch_range(self, start: int, end: int) -> bytes:
         end = min(end, self.size)
         ranges = [(at, min(at + RANGE_BYTES, end)) for at in range(start, end, RANGE_BYTES)]
-        try:
-            return b"".join(retry(partial(self._ask, *one), self._address) for one in ranges)
-        except Exception as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            fix = "The same command continues once it answers"
-            raise UserError(f"{self._address}: cannot be read: {said[:400]}. {fix}") from error
+        return b"".join(retry(partial(self._ask, *one), self._address) for one in ranges)
 
     def _ask(self, start: int, end: int) -> bytes:
         try:
@@ -354,7 +360,7 @@ def _cached(file: File, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it, too
         try:
-            with draft.open("wb") as target, open_file(file) as source:
+            with naming(path), draft.open("wb") as target, open_file(file) as source:
                 shutil.copyfileobj(source, target, RANGE_BYTES)
                 os.fsync(target.fileno())
             os.replace(draft, path)

@@ -10,12 +10,13 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import zlib
 from typing import Any, BinaryIO
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data.files import File
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, file_error, first_line
 
 HEAD_BYTES = 512  # that are looked at
 BOM = b"\xef\xbb\xbf"
@@ -39,6 +40,13 @@ NOT_LINES = [
     ((b"{\n", b"{\r"), "one JSON object over several lines, not one a line", "Convert it: jq -c . FILE > FILE.jsonl"),
 ]
 DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four
+
+
+def unreadable(file: File, error: Exception, where: str = "") -> UserError:
+    """One of ``DAMAGED`` as an error that names the file: the disk has failed, or else the content is damaged."""
+    if isinstance(error, OSError) and error.errno:
+        return file_error(OSError(error.errno, f"cannot be read{where}: {os.strerror(error.errno)}", file.address))
+    return UserError(f"{file.address}: damaged or cut off{where} ({first_line(error)}). {FETCH}")
 
 
 def suffix_of(name: str) -> str:
@@ -86,7 +94,7 @@ def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
     try:
         head = decompressed(begin, compression).read(HEAD_BYTES)
     except DAMAGED as error:
-        raise UserError(f"{file.address}: damaged or cut off ({first_line(error)}). {FETCH}") from error
+        raise unreadable(file, error) from error
     finally:
         stream.seek(0)
     _refuse(file, head, STRANGERS)

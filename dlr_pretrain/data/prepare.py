@@ -30,15 +30,18 @@ from dlr_pretrain.data.tokens import (
     ENDS,
     FORMAT,
     MANIFEST,
+    SUMS,
     TOKENIZER,
     TOKENS,
     TokenSource,
+    check_sums,
+    checksums,
     file_names,
     open_shard,
     read_manifest,
 )
-from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.files import sync, write_durably
+from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
+from dlr_pretrain.util.files import locked, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
@@ -46,6 +49,7 @@ SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some 
 FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
 MUCH_READ = 2.0  # times a text that is streamed is read in an epoch
 PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
+SUFFIXES = (TOKENS, SUMS, ENDS)  # in the order of writing: a shard is complete once its ends are there
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. A damaged one is made again by the next start"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
@@ -56,11 +60,14 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
     Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the
     input is unreadable or the output cannot be written.
     """
+    again = "Start again: finished shards are kept"
     try:
-        yield from _tokenise(source, tokenizer, output, workers)
-    except (OSError, BrokenProcessPool) as error:
-        fix = "Free space, or use fewer --workers if memory ran out, and start again: finished shards are kept"
-        raise UserError(f"{output}: {first_line(error)}. {fix}") from error
+        with locked(output):
+            yield from _tokenise(source, tokenizer, output, workers)
+    except OSError as error:
+        raise UserError(f"{file_error(error)}. {again}") from error
+    except BrokenProcessPool as error:
+        raise UserError(f"{output}: {first_line(error)}. Use fewer --workers if memory ran out. {again}") from error
 
 
 def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
@@ -83,8 +90,9 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts them as they are needed
         complete = partial(_complete, source, output)
         yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
-    for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ENDS}")):
-        draft.unlink(missing_ok=True)
+    for suffix in SUFFIXES:
+        for draft in output.glob(f".*{suffix}"):
+            draft.unlink(missing_ok=True)
 
 
 def _end_with_parent() -> None:
@@ -115,10 +123,11 @@ def _claim(output: Path, manifest: dict) -> None:
 
 
 def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
-    """Make the token shard ``name`` of a shard of the source, unless it is there."""
+    """Make the token shard ``name`` of a shard of the source, unless it is there and sound."""
     path, tokenizer = output / name, _tokenizer(output / TOKENIZER)
     try:
         open_shard(path, tokenizer.vocab_size)
+        check_sums(path)
     except (OSError, ValueError):
         _write(source, shard, tokenizer, path)
         return False
@@ -126,17 +135,20 @@ def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
 
 
 def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk."""
+    """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk, ends last."""
     lengths = [np.zeros(1, np.int64)]
-    drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ENDS)]
-    with drafts[0].open("wb") as file:
+    drafts = {suffix: path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in SUFFIXES}
+    with naming(path), drafts[TOKENS].open("wb") as file:
         for tokens, starts in documents.tokenised_in_chunks(source.read(shard), tokenizer):
-            tokens.tofile(file)
+            file.write(tokens.data)
             lengths.append(np.diff(starts, append=len(tokens)))
-    np.concatenate(lengths).cumsum().tofile(drafts[1])
-    for draft, final in zip(drafts, (path, path.with_suffix(ENDS)), strict=True):
-        sync(draft)
-        os.replace(draft, final)
+    with naming(path.with_suffix(ENDS)):
+        drafts[ENDS].write_bytes(np.concatenate(lengths).cumsum().data)
+    with naming(path.with_suffix(SUMS)):
+        drafts[SUMS].write_bytes(checksums(path, drafts[TOKENS], drafts[ENDS]))
+    for suffix in SUFFIXES:
+        sync(drafts[suffix])
+        os.replace(drafts[suffix], path.with_suffix(suffix))
 
 
 def tokenised_once(
@@ -164,7 +176,8 @@ def tokenised_once(
                 if _kept(folder) is None:
                     shutil.rmtree(folder, ignore_errors=True)  # it is damaged
         except (OSError, BrokenProcessPool) as error:
-            rule = f"the tokens of the text cannot be kept here: {first_line(error)}"
+            said = file_error(error) if isinstance(error, OSError) else error
+            rule = f"the tokens of the text cannot be kept here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
     made.version, made.contents = source.version, source.contents
@@ -174,7 +187,9 @@ def tokenised_once(
 def _kept(folder: Path) -> TokenSource | None:
     """The tokens in a folder of the cache; None if they are not there, or damaged."""
     with suppress(UserError):
-        return TokenSource(folder, OTHER_CACHE)
+        found = TokenSource(folder, OTHER_CACHE)
+        found.check()
+        return found
     return None
 
 

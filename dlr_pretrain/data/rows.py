@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import columns, gunzip
 from dlr_pretrain.data.files import File, kept_beside, open_file
-from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, TABLES, decompressed, sniff
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.data.formats import BOM, DAMAGED, TABLES, decompressed, sniff, unreadable
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
@@ -98,8 +98,7 @@ def rows_of(file: File, data: Data, start: int = 0) -> Iterator[Row]:
                 replaced.count(row, content)
                 yield row
         except DAMAGED as error:
-            said = first_line(error)
-            raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
+            raise unreadable(file, error, f" after document {number}") from error
         if start == 0:  # a resume near the end must not judge a large file by its last rows
             replaced.judge(strays=0)
 

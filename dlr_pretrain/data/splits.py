@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data.columns import row_count
 from dlr_pretrain.data.files import File, below, find, open_file, refuse_snapshots
-from dlr_pretrain.data.formats import BOM, DAMAGED, FETCH, FORMATS, PACKED, decompressed, kind_of, sniff
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.data.formats import BOM, DAMAGED, FORMATS, PACKED, decompressed, kind_of, sniff, unreadable
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import amount, plural, shortened
 
 SNIFF_THREADS = 16
@@ -194,7 +194,7 @@ def _why_empty(file: File, data: Data) -> str:
             try:
                 return "" if row_count(kind, stream) else "no rows"
             except DAMAGED as error:
-                raise UserError(f"{file.address}: damaged or cut off ({first_line(error)}). {FETCH}") from error
+                raise unreadable(file, error) from error
         if kind in ("lines", "text", "paragraphs"):
             with suppress(*DAMAGED):  # the reader says where
                 text = decompressed(stream, compression).read(BLANK_BYTES + 1)

@@ -22,7 +22,8 @@ import numpy as np
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line, naming
+from dlr_pretrain.util.files import read_json
 
 EOS = 1  # in T5's layout: <pad> 0, </s> 1, <unk> 2
 SPACE = "\u2581"  # as sentencepiece writes it
@@ -72,7 +73,8 @@ class Tokenizer(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.resolve() != (folder / self.saved_as).resolve():
             shutil.copyfile(self.path, folder / self.saved_as)
-        (folder / SETTINGS).write_text(json.dumps(self.specials, indent=1) + "\n", encoding="utf-8")
+        with naming(folder / SETTINGS):
+            (folder / SETTINGS).write_text(json.dumps(self.specials, indent=1) + "\n", encoding="utf-8")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -187,8 +189,8 @@ def _configured(path: Path) -> dict[str, str]:
     """The special tokens by the configuration beside a tokenizer's file."""
     tokens: dict[str, str] = {}
     for file in (SPECIALS, SETTINGS):
-        with suppress(OSError, ValueError, AttributeError):  # not there, or no table
-            found = json.loads((path.parent / file).read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError):  # not there, or no table
+            found = read_json(path.parent / file, {})
             texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
             tokens |= {name: text for name, text in texts.items() if isinstance(text, str)}
     return tokens

@@ -4,6 +4,7 @@
     tokenizer/                    the tokenizer
     train-00000-of-01024.tokens   a shard for each shard of the source, in its order; validation-... likewise
     train-00000-of-01024.ends     where its documents end
+    train-00000-of-01024.sha256   the checksums of both, for sha256sum --check; older folders have none
 
 A shard is the ids of its documents, uint16 (int32 above 65,536 ids), each document whole and followed by its end of
 sequence. Its ends are int64 [documents + 1], of which the first is 0. Rows of the source that are left out have no
@@ -12,7 +13,6 @@ document.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Iterator
@@ -26,12 +26,17 @@ from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Block, Tokens, token_dtype
 from dlr_pretrain.data.order import Piece, Place, Share, permutation
 from dlr_pretrain.data.tokenizer import Tokenizer
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, file_error, naming
+from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
 from dlr_pretrain.util.text import plural
 
 FORMAT = 4
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
-TOKENS, ENDS = ".tokens", ".ends"  # suffixes of a shard's files
+TOKENS, ENDS, SUMS = ".tokens", ".ends", ".sha256"  # suffixes of a shard's files
+FOLDER: Shape = {
+    "source": str, "made_from": str, "contents": {"*": str}, "tokenizer": {"sha256": str, "vocab_size": int},
+    "shards": {"train": int, "validation": int},
+}  # fmt: skip
 PREPARE = "Make it with scripts/prepare_data.py"
 
 
@@ -46,6 +51,19 @@ def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     if not len(ends) or ends[-1] != len(tokens):
         raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ENDS} counts another number")
     return tokens, ends
+
+
+def check_sums(path: Path) -> None:
+    """Raise ValueError if the files of the shard at ``path`` are not what was written, by their checksums."""
+    sums = path.with_suffix(SUMS)
+    if sums.exists() and sums.read_bytes() != checksums(path, path, path.with_suffix(ENDS)):
+        raise ValueError("it fails its checksum")
+
+
+def checksums(path: Path, tokens: Path, ends: Path) -> bytes:
+    """Those of the shard at ``path``, whose files are ``tokens`` and ``ends`` now, as sha256sum writes them."""
+    files = {tokens: path.name, ends: path.with_suffix(ENDS).name}
+    return "".join(f"{sha256_of(file)}  {name}\n" for file, name in files.items()).encode()
 
 
 def _mapped(path: Path, dtype: type) -> np.ndarray:
@@ -66,15 +84,12 @@ class TokenSource:
         self.root, self.fix = root, fix  # the fix of a shard that is damaged
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
-        try:
-            self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # both of the text's source
-            self.contents: dict[str, str] = manifest["contents"]
-            about, shards = manifest["tokenizer"], manifest["shards"]
-            self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
-            self.train_shards = file_names("train", shards["train"])
-            self.validation_shards = file_names("validation", shards["validation"])
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again, into another folder") from error
+        self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # both of the text's source
+        self.contents: dict[str, str] = manifest["contents"]
+        about, shards = manifest["tokenizer"], manifest["shards"]
+        self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
+        self.train_shards = file_names("train", shards["train"])
+        self.validation_shards = file_names("validation", shards["validation"])
         for name in self.validation_shards:
             self.shard(name)
         self._sizes = [[len(part) for part in self.shard(name)] for name in self.train_shards]
@@ -89,10 +104,18 @@ class TokenSource:
         """The path of a shard. Errors that reading it raises become UserErrors that name it."""
         path = self.root / name
         try:
-            yield path
-        except (OSError, ValueError) as error:
-            rule = error.strerror if isinstance(error, OSError) else f"damaged or foreign: {error}"
-            raise UserError(f"{path}: {rule}. {self.fix}") from error
+            with naming(path):
+                yield path
+        except OSError as error:
+            raise UserError(f"{file_error(error)}. {self.fix}") from error
+        except ValueError as error:
+            raise UserError(f"{path}: damaged or foreign: {error}. {self.fix}") from error
+
+    def check(self) -> None:
+        """Raise UserError if a shard is not what was written, which takes as long as reading all of them."""
+        for name in (*self.train_shards, *self.validation_shards):
+            with self._named(name) as path:
+                check_sums(path)
 
     def sizes(self, packed: bool) -> list[int]:
         """The size of each training shard, in tokens if ``packed``, else in documents."""
@@ -128,10 +151,29 @@ class TokenSource:
 
     def _places(self, piece: Piece, first: int, last: int, packed: bool) -> np.ndarray:
         """The shard, begin and end of some documents, int64 [n, 3], cut where the piece ends."""
-        ends = np.array(self.shard(self.train_shards[piece.shard])[1][first : last + 1])
+        ends = self._ends(self.train_shards[piece.shard], first, last)
         if packed:
             ends = ends.clip(piece.begin, piece.end)
         return np.stack((np.full(last - first, piece.shard), ends[:-1], ends[1:]), axis=1)
+
+    def _ends(self, name: str, first: int, last: int) -> np.ndarray:
+        """Where some documents of a shard begin and end."""
+        ends = np.array(self.shard(name)[1][first : last + 1])
+        with self._named(Path(name).with_suffix(ENDS).name):
+            if (np.diff(ends) < 1).any() or ends[0] < 0 or (first == 0 and ends[0] > 0):
+                raise ValueError(f"the ends of documents {first:,} to {last:,} do not ascend")
+        return ends
+
+    def _require_ids(self, name: str, ids: np.ndarray, begin: int) -> None:
+        """Raise UserError if ``ids``, from ``begin`` on in a shard, are not all of the vocabulary.
+
+        A GPU would end with an assertion of its own.
+        """
+        beyond = ids.view(f"u{ids.itemsize}") >= self.vocab_size
+        if beyond.any():
+            at = int(beyond.argmax())
+            with self._named(name):
+                raise ValueError(f"token {begin + at:,} is {ids[at]}, beyond the vocabulary of {self.vocab_size:,}")
 
     def _take(self, where: np.ndarray, eos_id: int, numbers: np.ndarray) -> Tokens:
         """The documents with these numbers of a block; one that is cut off ends with </s> instead of its last token."""
@@ -144,11 +186,8 @@ class TokenSource:
                     parts[at] = mapped[begin:end]
                     if len(parts[at]) < end - begin:
                         raise ValueError(f"it has {len(mapped):,} ids, and there were more")
+                    self._require_ids(self.train_shards[shard], parts[at], begin)
         tokens = np.concatenate(parts)
-        if (worst := tokens.max(initial=0)) >= self.vocab_size:  # a GPU would end with an assertion of its own
-            damaged = next(int(row[0]) for row, part in zip(chosen, parts, strict=True) if worst in part)
-            rule = f"damaged: it has the id {worst}, beyond the vocabulary of {self.vocab_size:,}"
-            raise UserError(f"{self.root / self.train_shards[damaged]}: {rule}. {self.fix}")
         after = np.cumsum(chosen[:, 2] - chosen[:, 1])
         tokens[after - 1] = eos_id
         return Tokens(tokens, np.concatenate(([0], after[:-1])))
@@ -159,8 +198,10 @@ class TokenSource:
         for name in self.validation_shards:
             tokens, ends = self.shard(name)
             for at in range(0, len(ends) - 1, documents.CHUNK_DOCUMENTS):
-                some = ends[at : at + documents.CHUNK_DOCUMENTS + 1]
-                yield Tokens(np.array(tokens[some[0] : some[-1]]), np.array(some[:-1] - some[0]))
+                some = self._ends(name, at, at + documents.CHUNK_DOCUMENTS)
+                chunk = np.array(tokens[some[0] : some[-1]])
+                self._require_ids(name, chunk, int(some[0]))
+                yield Tokens(chunk, some[:-1] - some[0])
 
     def _require(self, tokenizer: Tokenizer) -> None:
         """Raise UserError unless the shards are of this tokenizer."""
@@ -178,12 +219,16 @@ def read_manifest(root: Path) -> dict:
     """What a folder of tokens holds. Raises UserError if it is none, or one of another format."""
     path = root / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-        if (version := manifest["format"]) == FORMAT:
-            return manifest
-        rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
+        manifest = read_json(path, {"format": int})
+        rule = f"shards of format {manifest['format']}, and this version reads format {FORMAT}"
+        if manifest["format"] == FORMAT:
+            if not (wrong := misfit(manifest, FOLDER)):
+                return manifest
+            rule = f"damaged ({wrong})"
     except FileNotFoundError:
         raise UserError(f"data.root={root}: no {MANIFEST}, so no folder of tokens. {PREPARE}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"damaged ({error!r})"
+    except OSError as error:
+        raise file_error(error) from error
+    except ValueError as error:
+        rule = f"damaged ({error})"
     raise UserError(f"{path}: {rule}. {PREPARE} again, into another folder")

@@ -29,7 +29,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import sync
+from dlr_pretrain.util.files import read_json, sync
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
@@ -290,8 +290,8 @@ def _register_own_layer(folder: Path) -> None:
     from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 
     settings = {}
-    with suppress(OSError, ValueError, TypeError):  # a damaged file is the loader's to report
-        settings = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    with suppress(OSError, ValueError):  # a damaged file is the loader's to report
+        settings = read_json(folder / "config.json", {"backbone": str, LAYER: str})
     if layer := settings.get(LAYER):
         try:
             LAYERS[settings["backbone"]] = pkgutil.resolve_name(layer)

@@ -8,7 +8,6 @@ the array task, such as ``12_3``.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -25,7 +24,7 @@ from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
-from dlr_pretrain.util.files import EXPIRY, read_beat, read_metrics
+from dlr_pretrain.util.files import EXPIRY, NUMBER, read_beat, read_json, read_metrics
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # states of the runs that are queued or trained
@@ -81,7 +80,7 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
 def last_job(run_dir: Path) -> dict:
     """What is noted of the job that was queued last for a run; empty if nothing is."""
     with suppress(FileNotFoundError, ValueError):
-        return json.loads((run_dir / JOB).read_text(encoding="utf-8"))
+        return read_json(run_dir / JOB, {"time": NUMBER, "job": str, "log": str})
     return {}
 
 

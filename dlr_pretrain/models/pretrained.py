@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import read_json
 from dlr_pretrain.util.text import shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -83,7 +83,7 @@ class PretrainedFolder:
 def _files(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by its name."""
     if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(folder / INDEX, {"weight_map": {"*": str}})
         return {name: folder / file for name, file in index["weight_map"].items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / WEIGHTS)
@@ -102,7 +102,7 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     """
     if not path.exists():
         return []
-    found = {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}
+    found = {k: v for k, v in read_json(path, {}).items() if v is not None}
     rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
     found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
     found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}

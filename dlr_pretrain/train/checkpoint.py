@@ -36,13 +36,14 @@ from torch import Tensor
 from dlr_pretrain.config import tree
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import sync, write_durably
+from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of, sync, write_durably
 
 if TYPE_CHECKING:
     from dlr_pretrain.train.ranks import Ranks
 
 FORMAT = 4
 CONTENT = "checkpoint.json"
+WHOLE: Shape = {"state": {"step": int}, "files": {"*": {"sha256": str, "rows": dict}}}
 
 
 @dataclass
@@ -100,12 +101,13 @@ def write_part(
     path = folder / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     try:
         save_file({name: piece.tensor.contiguous() for name, piece in pieces.items()}, path)
-    except SafetensorError as error:  # such as a full disk
-        raise OSError(f"{path}: {error}") from error
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))  # such as a full disk
+        raise OSError(*(int(number[1]), os.strerror(int(number[1])), str(path)) if number else (error,)) from error
     path.chmod(folder.stat().st_mode & 0o666)  # the library makes it private, whatever the umask
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
-    return path.name, {"sha256": _sha256(path), "rows": rows}
+    return path.name, {"sha256": sha256_of(path), "rows": rows}
 
 
 def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
@@ -192,7 +194,7 @@ class Checkpoint:
 
 def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
     """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``StoredTensor``."""
-    content = json.loads((directory / CONTENT).read_text())
+    content = read_json(directory / CONTENT, WHOLE)
     pieces: dict[str, list[tuple[int, Any]]] = {}
     counts: dict[str, int | None] = {}
     for path, entry in content["files"].items():
@@ -240,30 +242,27 @@ def fault(directory: Path) -> str | None:
     Raises OSError if its disk does not answer, and UserError if another version of this code wrote it.
     """
     try:
-        content = json.loads((directory / CONTENT).read_text())
+        content = read_json(directory / CONTENT, {"format": int})
     except FileNotFoundError:
         return f"{CONTENT} is missing"
     except ValueError:  # not JSON, or not even text
         return f"{CONTENT} is damaged"
-    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+    if content.pop("sha256", None) != _digest(content):
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
         rule = f"is whole, but of format {content['format']}, and this version of the code reads format {FORMAT}"
         raise UserError(f"{directory}: {rule}. Go on with the version that wrote it, or name another run.dir")
-    if content["state"].get("step") != step_of(directory):
-        return f"holds step {content['state'].get('step')}, unlike its name"
+    if wrong := misfit(content, WHOLE):
+        return f"{CONTENT} is not of this format: {wrong}"
+    if content["state"]["step"] != step_of(directory):
+        return f"holds step {content['state']['step']}, unlike its name"
     for name, described in content["files"].items():
         try:
-            if _sha256(directory / name) != described["sha256"]:
+            if sha256_of(directory / name) != described["sha256"]:
                 return f"{name} fails its checksum"
         except FileNotFoundError:
             return f"{name} is missing"
     return None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def name_of(step: int) -> str:

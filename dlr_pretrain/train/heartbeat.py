@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import json
 import math
 import os
@@ -24,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_line
-from dlr_pretrain.util.files import EXPIRY, read_beat
+from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_line, naming
+from dlr_pretrain.util.files import EXPIRY, lock, read_beat
 
 INTERVAL = 5.0  # seconds between two heartbeats, at most
 BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
@@ -133,14 +132,11 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             time.sleep(EXPIRY / 60)
 
     def _lock(self) -> bool:
-        """Try to lock the beat. On a file system without locks (Lustre may be one), the beats alone decide."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
+        """Try to lock the beat. On a file system without locks, the beats alone decide."""
+        has_lock = lock(self._file)
+        if has_lock is None:
             self._machine = uuid.uuid4().hex  # that of no other process
-        return True
+        return has_lock is not False
 
     # ------------------------------------------------------------------------------------------------
     # Progress
@@ -198,8 +194,9 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         where, waits = innermost_line(sys._current_frames().get(threading.main_thread().ident or 0))
         record = {"rank": self.rank, "step": self.step, "where": where, "waits": waits, "left": self._left}
         record |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": self._machine, "token": self.token}
-        os.pwrite(self._file, json.dumps(record | {"time": when}).ljust(BEAT_BYTES).encode(), 0)
-        os.fsync(self._file)
+        with naming(self.folder / ".beats" / str(self.rank)):
+            os.pwrite(self._file, json.dumps(record | {"time": when}).ljust(BEAT_BYTES).encode(), 0)
+            os.fsync(self._file)
 
     # ------------------------------------------------------------------------------------------------
     # When training stands still

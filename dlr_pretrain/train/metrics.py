@@ -35,7 +35,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
 
     def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 0):
         """``first_step``: the step that the run began after. ``missing`` is the number of records that were lost."""
-        self.path, self.unwritten, self.refusal = path, b"", ""
+        self.path, self.unwritten, self.refusal = path, b"", OSError()
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         found, damaged = sound_records(path)
         kept = [record for record in found if record["step"] <= resumed_step]
@@ -56,13 +56,13 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
                 while self.unwritten:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
             except OSError as error:
-                self.refusal = f"{self.path} could not be written: {error}"
+                self.refusal = OSError(error.errno, error.strerror, str(self.path))
 
     def sync(self) -> None:
         """Make every line durable before a checkpoint relies on it. Raises OSError if a line cannot be written."""
         self._append()
         if self.unwritten:
-            raise OSError(self.refusal)
+            raise self.refusal
         os.fsync(self.file.fileno())
 
     def __exit__(self, *_) -> None:

@@ -17,7 +17,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.train.device import attention_backends, find_device, prepare_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util import process
-from dlr_pretrain.util.errors import RankLost, Stopped, UserError, first_line, write_to_stderr
+from dlr_pretrain.util.errors import RankLost, Stopped, UserError, file_error, first_line, write_to_stderr
 
 T = TypeVar("T")
 CONNECT = 600.0  # seconds in which the devices of all ranks have to reach each other
@@ -174,5 +174,4 @@ def _readable(act: Callable[[], T]) -> T:
     try:
         return act()
     except OSError as error:
-        reason = f"{error.filename2 or error.filename or 'a file'}: {error.strerror or error}"
-        raise UserError(f"{reason}. Look at run.dir and its disk") from error
+        raise file_error(error) from error

@@ -22,7 +22,7 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, file_error
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Saver(AbstractContextManager["Saver"]):
                 try:
                     return self._attempt(pieces, state)
                 except _Unwritten as error:
-                    failed = f"checkpoint of step {state['step']} could not be written: {error}. Free space"
+                    failed = f"checkpoint of step {state['step']} could not be written: {error}"
                 if attempt == 0:
                     self.console.say(f"warning: {failed}: it is tried for another {(TRIES - 1) * PAUSE:.0f} s")
             self.error = UserError(f"{failed}; the same command resumes")
@@ -189,7 +189,7 @@ class Saver(AbstractContextManager["Saver"]):
             self.ranks.heartbeat.require_held()  # a new save deletes the unfinished ones of others
             result = act()
         except (OSError, UserError) as error:
-            failure = isinstance(error, OSError), f"{error}"
+            failure = isinstance(error, OSError), str(file_error(error) if isinstance(error, OSError) else error)
         except Exception as error:
             traceback.print_exc()
             failure = False, f"{type(error).__name__}: {error}"

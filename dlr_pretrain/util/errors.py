@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from dlr_pretrain.util.process import spin_briefly
@@ -18,6 +20,11 @@ EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it 
 EXIT_LOST = 4  # a rank was lost or hangs, or data do not arrive: the same command continues
 EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one that no handler turns into a stop
 EXIT_STOPPED = 75  # stopped early, and saved if there was anything to save: the same command continues
+FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Change its permissions, or name another place"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EREMOTEIO), "Its disk or file server fails: see the system's log"),
+}
 
 
 class UserError(Exception):
@@ -52,6 +59,22 @@ def first_line(error: BaseException | str) -> str:
     """The first line of an error's message, without its full stop; the error's type if the message is empty."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said.rstrip(".") or type(error).__name__
+
+
+def file_error(error: OSError) -> UserError:
+    """An error of a file system as one that names the file, and what helps if that is known."""
+    place, said = error.filename2 or error.filename, error.strerror or str(error)
+    return UserError(". ".join(filter(None, (f"{place}: {said}" if place else said, FIXES.get(error.errno or 0)))))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError in this context names ``path`` if it names no file, as those of reads, writes and flushes do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def record_for_torchrun(error: BaseException) -> None:
@@ -123,7 +146,7 @@ def command(act: Callable[[], int | None]) -> int:
 
 def report_error(error: UserError | OSError) -> int:
     """Print an error that a user can fix, record it for torchrun, and return its exit code."""
-    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    said = str(file_error(error) if isinstance(error, OSError) else error)
     say_once(said if isinstance(error, Stopped) else f"error: {said}")
     record_for_torchrun(error)
     return getattr(error, "exit_code", EXIT_FAILED)

@@ -117,7 +117,7 @@ def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
         away.setattr(checkpoint, "_hide", silent)
         save(tmp_path, 2, keep=keeping(1))
     with monkeypatch.context() as away:
-        away.setattr(checkpoint, "_sha256", silent)
+        away.setattr(checkpoint, "sha256_of", silent)
         with pytest.raises(OSError, match="Stale"):
             newest(tmp_path)
     assert names(tmp_path) == {"step_00000001", "step_00000002"}

@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
+from dlr_pretrain.util.files import locked, wait_for
 from tests.conftest import ROOT, main_of
 
 WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
@@ -211,6 +215,35 @@ def test_any_number_of_workers_writes_the_same_and_sound_shards_are_kept(root, m
     assert make(root, model, made, workers=2) == [False, False, True, True] and content(made) == whole
 
 
+@pytest.mark.parametrize("suffix", [".tokens", ".ends", ".sha256"])
+def test_a_flipped_bit_is_mended_by_the_same_command(root, model, made, tmp_path, suffix):
+    """Of a cache, by the next start. A folder without checksums, of an older version, is taken."""
+    whole = content(made)
+    flip((made / ONE).with_suffix(suffix))
+    assert make(root, model, made) == [True, False, True, True] and content(made) == whole
+    for path in made.glob("*.sha256"):
+        path.unlink()
+    assert make(root, model, made) == [True] * 4
+    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+    whole = content(first := kept(cfg))
+    flip((first / ONE).with_suffix(suffix))
+    assert content(kept(cfg)) == whole
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_another_process_that_prepares_the_folder_is_named(root, model, tmp_path, monkeypatch, locks):
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("Function not implemented")))
+    with locked(tmp_path / "tokens"):
+        if locks:
+            with pytest.raises(UserError, match=f"is being written by process {os.getpid()} on .*Wait for it, stop it"):
+                make(root, model, tmp_path / "tokens")
+        else:
+            assert make(root, model, tmp_path / "tokens") == [False] * 4
+    make(root, model, tmp_path / "tokens")
+    assert not (tmp_path / "tokens" / ".lock").exists()
+
+
 class Deadly(TextSource):
     """Its readers are killed, as where memory runs out."""
 
@@ -224,6 +257,33 @@ def test_a_worker_that_dies_is_told(root, model, tmp_path):
     source.__class__ = Deadly
     with pytest.raises(UserError, match=r"terminated abruptly.*--workers.*are kept"):
         list(make_tokens(source, tokenizer, tmp_path / "tokens", 2))
+
+
+class Endless(TextSource):
+    """Its readers say who they are, and never end."""
+
+    def read(self, shard, start=0):
+        (Path(self.data.root) / f"{os.getpid()}.reader").touch()
+        time.sleep(600)
+        yield ""
+
+
+def test_workers_end_where_their_parent_is_killed(root, model, tmp_path):
+    def readers() -> list[int]:
+        return [int(path.stem) for path in root.glob("*.reader")]
+
+    program = f"""
+from pathlib import Path
+from test_data_tokens import Endless, make_config, make_tokens, opened
+_, source, tokenizer = opened(make_config(data__root={str(root)!r}, tokenizer__path={str(model)!r}))
+source.__class__ = Endless
+list(make_tokens(source, tokenizer, Path({str(tmp_path)!r}, "tokens"), 2))
+"""
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=paths) as parent:
+        assert wait_for(lambda: len(readers()) == 2, 60)
+        parent.kill()
+    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers()), 60)
 
 
 def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
@@ -259,6 +319,13 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
 
 
+def flip(path: Path) -> None:
+    """The lowest bit of a byte in the middle, which leaves a text that is UTF-8."""
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
 ONE = "train-00001-of-00003.tokens"
 
 
@@ -289,8 +356,17 @@ def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made,
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         validation_set(other_cfg, source, other_tokenizer)
     (made / ONE).write_bytes(b"\xff" * (made / ONE).stat().st_size)
-    with pytest.raises(UserError, match=rf"{ONE}: damaged: it has the id 65535, beyond the vocabulary"):
+    with pytest.raises(UserError, match=rf"{ONE}: damaged or foreign: token [\d,]+ is 65535, beyond the vocabulary"):
         global_batches(cfg, source, tokenizer, 1, 300)
+    ends = np.fromfile((made / ONE).with_suffix(".ends"), np.int64)
+    ends[[10, 11]] = ends[[11, 10]]
+    ends.tofile((made / ONE).with_suffix(".ends"))
+    with pytest.raises(UserError, match=rf"{Path(ONE).stem}\.ends: damaged or foreign: the ends of documents 0 to"):
+        global_batches(cfg, source, tokenizer, 1, 300)
+    validation = made / source.validation_shards[0]
+    validation.write_bytes(b"\xff" * validation.stat().st_size)
+    with pytest.raises(UserError, match=rf"{validation.name}: damaged or foreign: token 0 is 65535, beyond the vocab"):
+        validation_set(cfg, source, tokenizer)
     (made / ONE).write_bytes(b"short")
     with pytest.raises(UserError, match=rf"{ONE}: damaged or foreign"):
         global_batches(cfg, source, tokenizer, 1, 300)
