@@ -19,16 +19,22 @@ class Warm:
 
     def __init__(self, folder: Path, preloaded: Path | None):
         self.output = folder / "output"
+        environment = os.environ | ({"LD_PRELOAD": str(preloaded)} if preloaded else {})
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kill.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=os.environ | ({"LD_PRELOAD": str(preloaded)} if preloaded else {}),
+            [sys.executable, "-m", "tests.kill.warm"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
 
     def __call__(self, words: list[str], **more) -> tuple[int, str]:
         """The exit code of a run, negative if a signal has ended it, and its output; ``more``: see ``warm.run``."""
+        return self.follow(words, **more)[:2]
+
+    def follow(self, words: list[str], **more) -> tuple[int, str, str, str]:
+        """As a call; in addition what the run has told: see ``driven.signal_at_the_moment``."""
         self.output.write_text("")
         print(json.dumps({"words": words, "output": str(self.output)} | more), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline()), self.output.read_text()
+        code, told, before = json.loads(self.process.stdout.readline())
+        return code, self.output.read_text(), told, before
 
     def learn(self, words: list[str]) -> None:
         """Run ``words`` once, and import what that has imported."""
@@ -43,6 +49,14 @@ class Warm:
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     started = Warm(tmp_path_factory.mktemp("warm"), None)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def tepid(tmp_path_factory):
+    """As ``warm``, and never told to ``learn``: it has imported torch, but not what export and report import."""
+    started = Warm(tmp_path_factory.mktemp("tepid"), None)
     yield started
     started.close()
 
