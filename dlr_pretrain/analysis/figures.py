@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dlr_pretrain.analysis.runs import Runs, ended, spread
+from dlr_pretrain.util.errors import naming
 from dlr_pretrain.util.text import amount
 
 # matplotlib refuses to be imported where this names a backend that is not installed, as in what a notebook starts.
@@ -63,7 +64,8 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
         ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     folder.mkdir(parents=True, exist_ok=True)
     for kind in IMAGES:
-        ax.figure.savefig(folder / f"{name}.{kind}", bbox_inches="tight")
+        with naming(path := folder / f"{name}.{kind}"):
+            ax.figure.savefig(path, bbox_inches="tight")
     return Picture(folder / f"{name}.png", caption)
 
 

@@ -26,6 +26,10 @@ PLACES = {  # part of a path, and the kinds of operations of layer.c there
     "tokenizer/": "open create write",
     ".beats": "open create write fsync",
     "folded": "open create write fsync rename list mkdir chmod",
+    "folded.partial/tokenizer.json": "create write",
+    "folded.partial/spiece.model": "create write",
+    "folded.partial/config.json": "create write",
+    "folded.partial/README.md": "create write",
     "plots": "open create write mkdir",
     "report.": "open create write fsync rename",
 }
