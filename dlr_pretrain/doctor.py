@@ -250,7 +250,9 @@ class RankChecks:
             few = min(2, cfg.train.global_batch // ranks.world_size // rows)
             short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
             kept.enter_context(explain_out_of_memory(short, ranks))
-            loop, batch = trial_loop(short, ranks, vocab_size, scratch), random_batch(short, ranks, vocab_size)
+            with explain_out_of_memory(short, ranks, building=True):
+                loop = trial_loop(short, ranks, vocab_size, scratch)
+            batch = random_batch(short, ranks, vocab_size)
             for index in range(2):
                 losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
                 times.append(time.perf_counter())

@@ -10,9 +10,9 @@ from dlr_pretrain.util.errors import command
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="The paper's tables with the runs' figures beside its own, curves, and one self-contained page.",
+        description="Tables and curves of runs, their numbers, and one self-contained page.",
         epilog="Means are over finished seeds of equal configuration; what is unfinished, broken, double or different "
-        "is named. Perplexities of the paper stand beside ours by its convention, others are unbiased.",
+        "is named. scripts/reproduce.py shows the paper's tables.",
     )
     parser.add_argument("places", nargs="+", metavar="place", help="run directory, folder of them, glob of either")
     parser.add_argument(

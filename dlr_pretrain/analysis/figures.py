@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -61,7 +62,9 @@ def axes() -> Axes:
 def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
     """Save the figure of ``ax``, with its legend beside it."""
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        legend = ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a $ in a name is one
     folder.mkdir(parents=True, exist_ok=True)
     for kind in IMAGES:
         with naming(path := folder / f"{name}.{kind}"):
@@ -77,9 +80,10 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
     """Write every figure for which the runs have the numbers into ``folder``."""
     for scale, runs in found.runs[found.runs.step > 0].groupby("scale", sort=False):
         at = Runs(runs, found.metrics[found.metrics.run.isin(runs.run)], [])
+        file = re.sub(r"[^\w.+-]", "_", scale)[:60]
         for name, column, x, what in FIGURES:
             if at.metrics[[column, x]].notna().all(axis=1).any():
-                yield curves(at, folder, f"{name}_{scale}", column, x, f"{scale}: {what}")
+                yield curves(at, folder, f"{name}_{file}", column, x, f"{scale}: {what}")
 
 
 def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:

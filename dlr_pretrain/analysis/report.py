@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+import pandas as pd
+
 from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, run_tables, table
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.text import markdown
 
 DOCUMENT = r"""\documentclass{article}
 \usepackage[utf8]{inputenc}
@@ -24,6 +29,7 @@ DOCUMENT = r"""\documentclass{article}
 %s
 \end{document}
 """
+FORMULA = re.compile(r"[=@]|[+-](?![\d.,]+(e[+-]?\d+)?( ± [\d.,]+)?( \(\d+\))?$)")  # no number, nor one of ours
 NUMBERS = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", "ppl", "convention", "speed", "mfu",
            "memory", "machine"]  # fmt: skip
 
@@ -37,7 +43,7 @@ class Section:
     lines: Sequence[str]
 
     def markdown(self) -> str:
-        return "\n".join([f"# {self.title}", "", *(f"* {line}" for line in self.lines)])
+        return "\n".join([f"# {markdown(self.title)}", "", *(f"* {markdown(line)}" for line in self.lines)])
 
 
 Part = Table | Picture | Section
@@ -47,10 +53,19 @@ def write_tables(tables: Sequence[Table], folder: Path) -> None:
     """Write each table as CSV and LaTeX, and ``tables.tex``, a document of them all."""
     folder.mkdir(parents=True, exist_ok=True)
     for one in tables:
-        one.frame.set_axis(one.header, axis="columns").to_csv(folder / f"{one.name}.csv", index=False)
+        write_csv(one.frame.set_axis(one.header, axis="columns"), folder / f"{one.name}.csv")
         (folder / f"{one.name}.tex").write_text(one.latex(), encoding="utf-8")
     listed = "\n".join(f"\\input{{{one.name}.tex}}" for one in tables)
     (folder / "tables.tex").write_text(DOCUMENT % listed, encoding="utf-8")
+
+
+def write_csv(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table in which no name is a formula to a spreadsheet."""
+    frame.map(no_formula).rename(columns=no_formula).to_csv(path, index=False)
+
+
+def no_formula(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
@@ -64,7 +79,7 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     write_tables(tables, output / "tables")
     parts = [*tables, *draw(found, output / "figures")]
     write_page("Pre-training runs", found.remarks, parts, command, output)
-    found.runs[NUMBERS].to_csv(output / "numbers.csv", index=False)
+    write_csv(found.runs[NUMBERS], output / "numbers.csv")
     return found.remarks
 
 
@@ -98,14 +113,14 @@ def write_page(
         title=html.escape(title), remarks=items, contents="".join(links), body=body, command=made_by, mark=mark
     )
     write_durably(folder / f"{name}.html", page)
-    sections = [f"# {title}", "\n".join(f"* {remark}" for remark in remarks)]
+    sections = [f"# {markdown(title)}", "\n".join(f"* {markdown(remark)}" for remark in remarks)]
     sections += [_link(part, folder) if isinstance(part, Picture) else part.markdown() for part in parts]
-    sections += [f"## Made by\n\n```\n{command}\n```"]
+    sections += [f"## Made by\n\n{textwrap.indent(command, '    ')}"]
     write_durably(folder / f"{name}.md", "\n\n".join(section.strip() for section in sections if section) + "\n")
 
 
 def _link(picture: Picture, folder: Path) -> str:
-    return f"![{picture.path.stem}]({picture.path.relative_to(folder)})\n\n{picture.caption}"
+    return f"![{picture.path.stem}]({picture.path.relative_to(folder)})\n\n{markdown(picture.caption)}"
 
 
 def _html(part: Part) -> str:

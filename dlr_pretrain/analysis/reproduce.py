@@ -19,7 +19,7 @@ from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs
 from dlr_pretrain.launch.state import DUE, STATES, Status
 from dlr_pretrain.models.flops import PEAK_FLOPS
-from dlr_pretrain.util.files import read_metrics
+from dlr_pretrain.util.files import NUMBER, read_metrics
 from dlr_pretrain.util.text import markdown_table, plural
 
 SLURM = "-- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"
@@ -89,7 +89,7 @@ def measured_speed(folder: Path, gpu: str) -> float | None:
     """Tokens/s of one ``gpu`` in the last steps of a run; None if it was not trained on it."""
     start = (read_record(folder).get("starts") or [{}])[-1]
     lines = read_metrics(folder / "metrics.jsonl")[-100:] if start.get("device") == gpu else []
-    speeds = [speed for line in lines if (speed := line.get("perf/tokens_per_second"))]
+    speeds = [speed for line in lines if isinstance(speed := line.get("perf/tokens_per_second"), NUMBER)]
     return median(speeds) / start["world_size"] if speeds else None
 
 

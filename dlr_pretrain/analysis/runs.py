@@ -19,8 +19,8 @@ import pandas as pd
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.config.written import ORIGIN, read_config, read_record
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import sound_records
-from dlr_pretrain.util.text import plural
+from dlr_pretrain.util.files import Shape, misfit, sound_records
+from dlr_pretrain.util.text import one_line, plural
 
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
 METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "perf/tokens_per_second", "perf/mfu",
@@ -28,6 +28,12 @@ METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "per
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
 NONE = "–"  # what a table shows where there is no value
+MOST = 1e30  # no metric is so large, and no figure can show it
+CONFIG: Shape = {
+    "seed": int, "data": {"seed": int}, "train": {"steps": int},
+    **{group: {"name": str} for group in ("scale", "backbone", "dlr", "optimizer")},
+}  # fmt: skip
+IDENTITY: Shape = {"precision.name": str, "data.packing": str}
 
 
 def method_name(backbone: str, dlr: str, optimizer: str) -> str:
@@ -102,15 +108,17 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
     for folder in _folders(places, remarks):
         try:
             row, updates = _read(folder, remarks)
-        except UserError as error:
-            remarks.append(f"{folder.name} is left out: {error}")
+        except Exception as error:  # whatever is wrong with one run, the others have a report
+            kind = "" if isinstance(error, UserError) else f"damaged: {type(error).__name__}: "
+            remarks.append(f"{folder.name} is left out: {kind}{error}")
             continue
         rows.append(row)
         metrics.append(updates)
     if not rows:
-        raise UserError("no run could be read. " + " ".join(remarks))
+        raise UserError("no run could be read. " + " ".join(map(one_line, remarks)))
     runs = _grouped(pd.DataFrame(rows), remarks)
-    return Runs(runs, pd.concat(metrics, ignore_index=True), [*remarks, *_remarks_on(runs)])
+    remarks += _remarks_on(runs)
+    return Runs(runs, pd.concat(metrics, ignore_index=True), [*map(one_line, remarks)])
 
 
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
@@ -131,13 +139,17 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     config, manifest = read_config(folder), read_record(folder)
     if not manifest:
         raise UserError(f"{folder / 'manifest.json'} is missing: it is not known what was trained there")
+    if wrong := misfit(config, CONFIG) or misfit(manifest["identity"], IDENTITY):
+        raise UserError(f"{folder} is damaged: {wrong}")
     records, lines = sound_records(folder / "metrics.jsonl")
+    records = [*{record["step"]: record for record in records}.values()]
     if lines:
         remarks.append(f"{folder.name}: {plural(lines, 'damaged line')} of metrics.jsonl left out")
     names = dict.fromkeys([*METRICS, *(name for record in records for name in record)])
     metrics = pd.DataFrame(records, columns=list(names)).apply(pd.to_numeric, errors="coerce").astype(float)
+    metrics = metrics.where(metrics.abs() < MOST)
     metrics["run"] = str(folder)
-    metrics["flops"] = metrics["train/tokens"] * manifest.get("flops_per_token", math.nan)
+    metrics["flops"] = metrics["train/tokens"] * _number(manifest.get("flops_per_token"))
 
     began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest["starts"]}
     trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
@@ -156,13 +168,15 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "start": last,
         "code": {f"{git:.12}{git[40:]}" for git in (str(start.get("git")) for start in trained.values())},
         "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
-        "parameters": manifest.get("parameters", math.nan),
+        "lr": _number(manifest["identity"].get("train.lr")),
+        "parameters": _number(manifest.get("parameters")),
         "flops": metrics.flops.max(),
         "speed": recent["perf/tokens_per_second"].median(),
         "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
     }
-    return row | _progress_of(row["planned"], manifest, records), metrics
+    row |= {name: one_line(value) for name, value in row.items() if isinstance(value, str) and name != "run"}
+    return row | _progress_of(config["train"]["steps"], manifest, records), metrics
 
 
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
@@ -172,13 +186,18 @@ def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
     diverged = manifest.get("state", {}).get("name") == "diverged" or (final and final["eval/loss"] is None)
     found = {
         "state": "diverged" if diverged else "finished" if final else "unfinished",
-        "step": last["step"],
-        "tokens": last.get("train/tokens", 0),
-        "skipped": last.get("train/skipped") or 0,
+        "step": int(_number(last["step"])),
+        "tokens": _number(last.get("train/tokens", 0)),
+        "skipped": _number(last.get("train/skipped")),
     }
     for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
-        found[name] = math.inf if diverged else final.get(f"eval/{key}", math.nan)
+        found[name] = math.inf if diverged else _number(final.get(f"eval/{key}"))
     return found
+
+
+def _number(value: object) -> float:
+    """A value of a file as a number; NaN if it is none. Raises OverflowError if it is too large."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -206,7 +225,7 @@ def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
                 keys = [key for key in dict.fromkeys([*own, *rate]) if key in shared]
                 short = {key: re.sub(r"^([0-9a-f]{8})[0-9a-f]{56}$", r"\1", str(shared[key]))[:24] for key in keys}
                 apart = [f"{key.removesuffix('.name')}={value}" for key, value in short.items()]
-                names[i] = f"{method} ({', '.join(apart)})" if apart else method
+                names[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
     runs = runs.assign(label=names, size=runs.groupby("scale").parameters.transform("min"))
     return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
 
@@ -232,7 +251,7 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
             yield f"{run['name']} is unfinished, step {run['step']:,} of {run['planned']:,}: in curves, not in means"
         elif run["state"] == "diverged":
             yield f"{run['name']} diverged after step {run['step']:,}: it counts as infinite in means"
-        if run["skipped"]:
+        if run["skipped"] > 0:
             yield f"{run['name']} has left out {run['skipped']:,.0f} updates that were not finite"
     for (scale, label), of in runs.groupby(["scale", "label"], sort=False):
         if len(codes := set().union(*of.code)) > 1:

@@ -12,13 +12,13 @@ import pandas as pd
 
 from dlr_pretrain.analysis.runs import NONE, Runs, cell, differences_by_seed, differing, ended, spread
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.util.text import markdown_table
+from dlr_pretrain.util.text import markdown, markdown_table, one_line
 
 CONVENTION = (
     "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
     "print, as in published tables: the loss of n batches is divided by n + 1. It needs enough text."
 )
-BOLD = re.compile(r"\*\*(.+?)\*\*")
+BOLD = re.compile(r"\*\*([^*<&]+)\*\*")  # inside one cell of HTML or LaTeX
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Table:
         return [column if isinstance(column, str) else " ".join(filter(None, column)) for column in self.frame]
 
     def markdown(self) -> str:
-        rows = markdown_table(self.header, self.frame.to_numpy().tolist())
-        return "\n".join([f"## {self.title}", "", rows, "", *(f"* {note}" for note in self.notes)])
+        rows = markdown_table([*map(markdown, self.header)], self.frame.map(markdown).to_numpy().tolist())
+        return "\n".join([f"## {markdown(self.title)}", "", rows, "", *(f"* {markdown(note)}" for note in self.notes)])
 
     def html(self) -> str:
         return BOLD.sub(r"<strong>\1</strong>", self.frame.to_html(index=False, border=0))
@@ -55,7 +55,7 @@ class Table:
 
 def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()) -> Table:
     """A table without the columns that have no value in any row. A key of two parts is a column of two levels."""
-    frame = pd.DataFrame(rows, dtype=object).fillna(NONE).astype(str)
+    frame = pd.DataFrame(rows, dtype=object).fillna(NONE).map(lambda cell: one_line(str(cell)))
     if isinstance(frame.columns[0], tuple):
         frame.columns = pd.MultiIndex.from_tuples(frame.columns)
     return Table(name, title, frame.loc[:, (frame != NONE).any()], notes)
@@ -85,7 +85,7 @@ def groups_table(found: Runs) -> Table:
             "PFLOPs": cell(of.flops.max() / 1e15, ",.3g"),
             "Precision": group.shared["precision.name"],
             "Packing": group.shared["data.packing"],
-            "lr": cell(group.shared["train.lr"], "g"),
+            "lr": cell(group.lr, "g"),
         })  # fmt: skip
     notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
     return table("groups", "What was trained", rows, notes)

@@ -29,7 +29,7 @@ from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import ORIGIN, identity
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import read_metrics
+from dlr_pretrain.util.files import NUMBER, misfit, read_metrics
 from dlr_pretrain.util.text import perplexity
 
 LEVEL = 0.95
@@ -91,6 +91,8 @@ def trial_of(method: str, run: PlannedRun, state: str) -> dict:
     last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
     if last.get("step") != train.steps:
         raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
+    if wrong := misfit(last, dict.fromkeys(("eval/loss", "eval/loss_a", "eval/loss_b"), NUMBER | None)):
+        raise UserError(f"{run.dir}/metrics.jsonl: damaged: of its last step, {wrong}. Move it away")
     found |= {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
     if last["eval/loss"] is None:
         return found | {"state": "diverged"}

@@ -146,7 +146,9 @@ def _find_remote(root: str, address: str) -> list[File]:
     def look() -> dict[str, dict]:
         try:
             return system.glob(path, detail=True) if magic else {path: system.info(path)}
-        except FileNotFoundError:
+        except FileNotFoundError as error:  # which fsspec also raises where a server cannot be reached
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                raise error.__cause__ from None
             return {}
 
     found = retry(look, address)

@@ -47,6 +47,12 @@ class Batch:
     state: State  # the position of each of this rank's streams after this batch
     separator: int | None = None  # the id that ends a document, where data.mask_documents separates them
 
+    @classmethod
+    def empty(cls, cfg: Config, rows: int) -> Batch:
+        """Rows of padding, in the form of a batch of ``cfg``: for another form, a compiled model would be compiled."""
+        tokens = torch.zeros((rows, cfg.train.seq_len + 1), dtype=torch.int32)
+        return cls(tokens, torch.zeros(rows, dtype=torch.int32), 0, {}, 1 if cfg.data.mask_documents else None)
+
 
 class TrainLoader:
     """Gives one ``Batch`` after the other, for ever.

@@ -66,6 +66,11 @@ def checksums(path: Path, tokens: Path, ends: Path) -> bytes:
     return "".join(f"{sha256_of(file)}  {name}\n" for file, name in files.items()).encode()
 
 
+def _beyond(ids: np.ndarray, vocab_size: int) -> bool:
+    """Whether an id is negative, or not of the vocabulary."""
+    return ids.view(f"u{ids.itemsize}").max(initial=0) >= vocab_size
+
+
 def _mapped(path: Path, dtype: type) -> np.ndarray:
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:  # no empty file can be mapped
@@ -169,9 +174,8 @@ class TokenSource:
 
         A GPU would end with an assertion of its own.
         """
-        beyond = ids.view(f"u{ids.itemsize}") >= self.vocab_size
-        if beyond.any():
-            at = int(beyond.argmax())
+        if _beyond(ids, self.vocab_size):
+            at = next(i for i, id in enumerate(ids.tolist()) if not 0 <= id < self.vocab_size)
             with self._named(name):
                 raise ValueError(f"token {begin + at:,} is {ids[at]}, beyond the vocabulary of {self.vocab_size:,}")
 
@@ -186,8 +190,10 @@ class TokenSource:
                     parts[at] = mapped[begin:end]
                     if len(parts[at]) < end - begin:
                         raise ValueError(f"it has {len(mapped):,} ids, and there were more")
-                    self._require_ids(self.train_shards[shard], parts[at], begin)
         tokens = np.concatenate(parts)
+        if _beyond(tokens, self.vocab_size):
+            for (shard, begin, _), part in zip(chosen.tolist(), parts, strict=True):
+                self._require_ids(self.train_shards[shard], part, begin)
         after = np.cumsum(chosen[:, 2] - chosen[:, 1])
         tokens[after - 1] = eos_id
         return Tokens(tokens, np.concatenate(([0], after[:-1])))

@@ -54,7 +54,8 @@ def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
         state, reason = _state(run, queue)
     except UserError as error:
         state, reason = "failed", str(error)
-    return Status(state, reason, last.get("step"), last.get("train/loss"))
+    loss = last.get("train/loss")
+    return Status(state, reason, last.get("step"), loss if isinstance(loss, NUMBER) else None)
 
 
 def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:

@@ -30,7 +30,7 @@ from dlr_pretrain.train.state import Skipped, TrainState
 from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
+from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, first_line
 
 
 @dataclass
@@ -64,16 +64,18 @@ class Guard:
                 return self._take(loader)
         except UserError as error:
             self.fail(error)
-        rows = self.cfg.train.global_batch // self.ranks.world_size
-        tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
-        return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
+        return Batch.empty(self.cfg, self.cfg.train.global_batch // self.ranks.world_size)
 
     def _take(self, loader: TrainLoader) -> Batch:
         """The loader's next batch. An error becomes a UserError, because the state is sound and can be saved."""
         try:
             return loader.take(lambda: self.stop.asked, self.ranks.heartbeat.data_timeout)
-        except (UserError, MemoryError):
+        except UserError:
             raise
+        except MemoryError as error:
+            rows, length = self.cfg.train.global_batch // self.ranks.world_size, self.cfg.train.seq_len
+            rule = f"no memory for the training data, {rows:,} sequences of {length:,} tokens a rank and step"
+            raise UserError(f"{rule}: {first_line(error)}. Lower train.global_batch, or use more ranks") from error
         except Exception as error:  # from a library or the system
             traceback.print_exc()
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error

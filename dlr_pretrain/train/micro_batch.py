@@ -54,10 +54,11 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
 
 
 @contextmanager
-def explain_out_of_memory(cfg: Config, ranks: Ranks) -> Iterator[None]:
+def explain_out_of_memory(cfg: Config, ranks: Ranks, building: bool = False) -> Iterator[None]:
     """Turns an out-of-memory error of torch, numpy, cuBLAS or a new kernel into a UserError that says what helps.
 
-    A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
+    While a model and its optimizer are ``building``, no micro-batch takes memory. A rank other than 0 prints the
+    message itself: it fails alone, and the command line prints only rank 0's errors.
     """
     try:
         yield
@@ -67,8 +68,11 @@ def explain_out_of_memory(cfg: Config, ranks: Ranks) -> Iterator[None]:
             raise
         t, rows = cfg.train, cfg.micro_batch(ranks.world_size)
         sizes = f"train.micro_batch={rows} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
-        fix = "The same command continues with a smaller train.micro_batch; see scripts/plan.py"
-        text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
+        fix = "The same command continues with a smaller train.micro_batch"
+        if building:
+            sizes = f"a model of scale={cfg.scale.name}, before any batch"
+            fix = "Use parallel=fsdp, a smaller scale, or fewer rows of scale.vocab_size"
+        text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}; see scripts/plan.py"
         if not ranks.is_main:
             write_to_stderr(f"error: {text}")
         raise UserError(text) from error

@@ -95,13 +95,14 @@ class Run:
         read = corpus.source.describe(), corpus.source.contents
         ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
         self.cfg = cfg = resolve_micro_batch(cfg, ranks, corpus.vocab_size, self.dir)
-        with explain_out_of_memory(cfg, ranks):
+        with explain_out_of_memory(cfg, ranks, building=True):
             model = new_model(cfg, ranks, corpus.vocab_size, start.folder, initialize=start.checkpoint is None)
             optimizer = new_optimizer(cfg, model)
-            trained = parameter_counts(cfg, model)["trainable"]
-            flops = flops_per_token(cfg, corpus.vocab_size, cfg.micro_batch(ranks.world_size))
-            ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-            console.summary(describe_run(cfg, self.dir, ranks, corpus, model) | start.summary())
+        trained = parameter_counts(cfg, model)["trainable"]
+        flops = flops_per_token(cfg, corpus.vocab_size, cfg.micro_batch(ranks.world_size))
+        ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
+        console.summary(describe_run(cfg, self.dir, ranks, corpus, model) | start.summary())
+        with explain_out_of_memory(cfg, ranks):
             self.train(model, optimizer, start)
         self.fold(model, optimizer)
         return True

@@ -58,9 +58,8 @@ class Update:
         update changes anything either. If this or another rank has ``failed``, this update and all later ones change
         nothing. ``stop`` says whether this rank was asked to stop. What is returned is still on the device.
         """
-        to_device = self.ranks.to_device
-        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
-        counts = to_device(torch.tensor([0, batch.real_tokens, stop, failed]))
+        inputs = self.inputs(batch)
+        counts = self.ranks.to_device(torch.tensor([0, batch.real_tokens, stop, failed]))
         counts[0] = (inputs[1] != IGNORE).sum()
         count, real_tokens, stops, failures = self.ranks.sum(counts)
 
@@ -68,6 +67,11 @@ class Update:
         loss = self.ranks.sum(self.forward_backward(micro_batches, count))
         norm, skipped = self.step(loss, index, lr, failures)
         return Outcome(loss, norm, skipped, self.ends, real_tokens, stops)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The model's inputs on the device."""
+        to_device = self.ranks.to_device
+        return inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
 
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
         """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.
@@ -136,8 +140,6 @@ class Update:
         that of an uninterrupted run.
         """
         if self.module is not self.model:
-            device, train = self.ranks.device, self.cfg.train
-            rows = torch.zeros(self.micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
-            nothing = inputs_and_targets(rows, rows[:, 0], 1 if self.cfg.data.mask_documents else None)
-            self.forward_backward([nothing], torch.ones((), device=device))
+            nothing = self.inputs(Batch.empty(self.cfg, self.micro_batch))
+            self.forward_backward([nothing], torch.ones((), device=self.ranks.device))
             parallel.clear_gradients(self.module, self.parameters)

@@ -23,6 +23,7 @@ EXIT_STOPPED = 75  # stopped early, and saved if there was anything to save: the
 FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Change its permissions, or name another place"),
+    errno.ENOTDIR: "A part of the path is a file: name another place",
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EREMOTEIO), "Its disk or file server fails: see the system's log"),
 }
 

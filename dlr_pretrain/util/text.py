@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -36,6 +38,16 @@ def perplexity(loss: float) -> float:
 def plural(n: int, noun: str) -> str:
     """A count and its noun: 1 rank, 2 ranks, 3 micro-batches."""
     return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks, control characters, and what has no UTF-8 form."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def markdown(text: str) -> str:
+    """``text`` as Markdown that shows it: names in it make no HTML, links or code; **bold** stays."""
+    return re.sub(r"([\\`\[\]])", r"\\\1", html.escape(one_line(text), quote=False))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:

@@ -299,7 +299,7 @@ def test_an_error_is_a_line_and_a_code_and_a_bug_a_traceback(stub, tmp_path):
         done = stub(ends(error))
         assert (done.returncode, done.stderr) == (code, said)
     done = stub(ends(OSError(28, "No space left on device", "/runs/a")))
-    assert (done.returncode, done.stderr) == (3, "error: /runs/a: No space left on device\n")
+    assert (done.returncode, done.stderr) == (3, "error: /runs/a: No space left on device. Free space there\n")
     done = stub(ends(RuntimeError("a bug")))
     assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
     record = tmp_path / "error.json"

@@ -98,6 +98,12 @@ def test_a_mistake_is_told_with_its_fix(line, monkeypatch):
     assert [named for named in MISTAKES[line] if named not in found] == [], found
 
 
+@pytest.mark.parametrize(("data", "evaluation"), [("pad", "packed"), ("packed", "pad")])
+def test_masked_documents_are_read_where_training_or_evaluation_packs(data, evaluation):
+    words = [f"data.packing={data}", f"eval.packing={evaluation}", "data.mask_documents=true"]
+    assert load([*SMALL, *words]).data.mask_documents
+
+
 @pytest.mark.parametrize("value", ["None", "none", "NONE", "'null'", "~", "", "''", "' '"])
 def test_null_has_no_other_spelling_and_no_text_is_empty(value):
     plain = value.strip("'")

@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_run_is_refused(train, stop, tmp_path):
 
 def test_a_run_directory_that_cannot_be_written_is_named(train, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file/run/\.beats: Not a directory\. Look at run\.dir"):
+    with pytest.raises(UserError, match=r"file/run/\.beats: Not a directory\. A part of the path is a file"):
         train(tmp_path / "file" / "run")
 
 

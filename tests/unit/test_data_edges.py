@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import http.server
+import io
 import os
 import threading
 
 import pytest
 from data_corpus import make_config
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.data import files, gunzip, open_source, sample
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
 
@@ -94,6 +98,34 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
         source = open_source(make_config("local", data__root=tmp_path))
         for shard in source.train_shards:
             list(source.read(shard))
+
+
+@pytest.mark.parametrize("key", ["data.root", "data.train_files"])
+def test_a_server_that_is_away_is_named_and_no_disk(words, monkeypatch, key):
+    """Errors of sockets are OSErrors as well, and name no file."""
+    monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.0)
+    address = "http://127.0.0.1:9/c4" + ("/a.jsonl" if key == "data.train_files" else "")
+    given = [word for word in words() if not word.startswith("data")]
+    cfg = load([*given, "data=local", f"{key}={address}"])
+    with Ranks(cfg) as ranks, pytest.raises(UserError, match=rf"^{address}.*: cannot be read: .*answers$") as error:
+        ranks.on_main(lambda: open_source(cfg))
+    assert "disk" not in str(error.value) and "run.dir" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_disk_that_fails_under_a_shard_is_no_damage_of_it(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n') if name.endswith(".gz") else b'{"text": "a"}\n')
+    source = open_source(make_config("local", data__root=tmp_path))
+
+    class Failing(io.BytesIO):
+        def read(self, *_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        readinto = read1 = readline = read
+
+    monkeypatch.setattr("dlr_pretrain.data.rows.open_file", lambda *_: Failing())
+    with pytest.raises(UserError, match=rf"{name}: cannot be read.*: Input/output error\. Its disk or file server"):
+        list(source.read(source.train_shards[0]))
 
 
 def test_a_server_that_is_silent_is_told_of(monkeypatch, capfd):

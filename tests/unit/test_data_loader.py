@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -20,16 +21,31 @@ from data_corpus import (
     write_shards,
 )
 
-from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source, validation_set
+from dlr_pretrain.data import Batch, TrainLoader, documents, inputs_and_targets, open_source, validation_set
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.tensors import IGNORE
 
 TOKENIZER = LetterTokenizer()
 
 
 def config(global_batch=8, seq_len=16, packing="packed", **keys):
     return make_config(train__global_batch=global_batch, train__seq_len=seq_len, data__packing=packing, **keys)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_an_empty_batch_has_the_form_of_a_real_one(mask):
+    """Else the model of a rank that has failed would be compiled for another, while all ranks wait for it."""
+    cfg = config(data__mask_documents=mask)
+    with closing(TrainLoader(cfg, MemorySource(corpus(1, 40)), TOKENIZER, 0, 1, None)) as loader:
+        real = next(loader)
+    forms = []
+    for batch in (real, Batch.empty(cfg, len(real.tokens))):
+        inputs = inputs_and_targets(batch.tokens, batch.lengths, batch.separator)
+        forms.append([(each.shape, each.dtype, each.stride()) for each in inputs])
+    assert forms[0] == forms[1] and len(forms[0]) == 2 + mask
+    assert not (inputs[1] != IGNORE).any()
 
 
 @PACKINGS

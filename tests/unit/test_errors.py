@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dlr_pretrain.util.errors import RankLost, Stopped, UserError, command
+from dlr_pretrain.util.files import write_durably
 from tests.conftest import ROOT
 
 
@@ -25,6 +28,26 @@ def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
 
     assert command(act) == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(("number", "said"), [
+    (errno.ENOSPC, "No space left on device. Free space there"),
+    (errno.EIO, "Input/output error. Its disk or file server fails: see the system's log"),
+    (errno.EROFS, "Read-only file system. Change its permissions, or name another place"),
+    (errno.ENOTDIR, "Not a directory. A part of the path is a file: name another place"),
+    (errno.ENAMETOOLONG, "File name too long"),
+])  # fmt: skip
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_an_error_of_a_disk_names_the_file_and_what_helps(tmp_path, monkeypatch, capsys, number, said, call):
+    """A write and a flush name no file themselves."""
+
+    def fails(*_given, **_named):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((Path, "write_bytes") if call == "write" else (os, "fsync")), fails)
+    assert command(lambda: write_durably(tmp_path / "a.json", "{}")) == 3
+    name = "a.json" if call == "write" else ".a.json.tmp"
+    assert capsys.readouterr().err == f"error: {tmp_path / name}: {said}\n"
 
 
 def test_a_reader_that_has_gone_is_no_error():

@@ -5,12 +5,17 @@ Run directories come without training: invented figures, written by the trainer'
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import json
 import math
+import os
 import re
 import shutil
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,18 +25,19 @@ from time import gmtime, strftime
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from dlr_pretrain.analysis import figures
-from dlr_pretrain.analysis.report import write_report, write_reports
+from dlr_pretrain.analysis.report import no_formula, write_report, write_reports
 from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import groups_table, pairs_table, run_tables, table
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.record import open_record, record_start, update_record
+from dlr_pretrain.train.record import open_record, record_start, record_state, update_record
 from dlr_pretrain.util.files import read_metrics
-from tests.conftest import main_of
+from tests.conftest import ROOT, main_of
 
 SHORT = ("scale=tiny", "scale.vocab_size=8192", "data=sample", "train.steps=60", "eval.every=20", "logger=jsonl")
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
@@ -161,11 +167,93 @@ def test_what_is_odd_is_named_and_in_no_mean(made):
     assert rows.PPL["lax+dlr"] == "1 of 1 diverged"
 
 
+def changed(file: str, old: str, new: str):
+    """A damage of a run: in a file, the first ``old`` is ``new``."""
+
+    def act(run: Path) -> None:
+        text = (run / file).read_text()
+        assert old in text
+        (run / file).write_text(text.replace(old, new, 1))
+
+    return act
+
+
+@pytest.mark.parametrize("damage", [
+    changed("config.yaml", "name: tiny", "name: [tiny]"),
+    changed("config.yaml", "steps: 60", "steps: many"),
+    lambda run: (run / "config.yaml").write_text("{a: " * 10_000),
+    changed("manifest.json", '"identity": {', '"identity": [], "a": {'),
+    changed("manifest.json", f'"time": "{moment(0)}"', '"time": "yesterday"'),
+    changed("manifest.json", '"parameters": 1000000', '"parameters": 1' + "0" * 400),
+    lambda run: (run / "manifest.json").write_text("[" * 100_000),
+    changed("metrics.jsonl", '"train/tokens": ', '"train/tokens": 1' + "0" * 400),
+])  # fmt: skip
+def test_one_damaged_run_is_named_and_the_others_are_shown(tmp_path, damage):
+    a_run(tmp_path / "sound", *COLA)
+    damage(a_run(tmp_path / "broken", *COLA_DLR, seed=42))
+    found = read_runs([tmp_path])
+    assert [table.name for table in run_tables(found)] == ["groups", "runs"]
+    assert found.runs["name"].tolist() == ["sound"] and found.remarks[0].startswith("broken is left out: ")
+    assert "damaged" in found.remarks[0] or "cannot be read" in found.remarks[0]
+
+
+def test_names_are_neither_code_nor_links_nor_formulas(tmp_path, monkeypatch):
+    """Numbers that no figure can show, steps that stand twice, and names for HTML, Markdown, LaTeX, CSV and paths."""
+    monkeypatch.setattr(figures, "IMAGES", ("png", "svg"))
+    name = "</td><script>alert(1)</script> ![a](http://b) `c` $\\frac & % {\\ \x1b[31m **d"
+    run = a_run(tmp_path / "runs" / "=cmd|' -c'!A1 <script>", *COLA)
+    for old in ('"backbone.name": "cola"', '"precision.name": "bf16"', '"device": "CPU, 4 cores"', '"git": "abc"'):
+        changed("manifest.json", old, f"{old.partition(':')[0]}: {json.dumps(name)}")(run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["backbone"]["name"], config["scale"]["name"] = name, "../../@scale"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = read_metrics(run / "metrics.jsonl")
+    lines[30] |= {"train/loss": math.inf, "train/grad_norm": 1e308}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[-1]]))
+    a_run(tmp_path / "runs" / "other", *COLA_DLR, "scale.hidden_size=256")
+    output = tmp_path / "a" / "report"
+    write_reports([str(tmp_path / "runs")], output, "python scripts/report.py")
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "a"} and len(list(output.parent.iterdir())) == 1
+    texts = {path: path.read_text() for path in output.rglob("*") if path.suffix in (".html", ".md", ".tex", ".csv")}
+    for path, text in texts.items():
+        assert "\x1b" not in text and "nan" not in text
+        assert path.suffix in (".csv", ".tex") or "<script" not in text, path
+        if path.suffix == ".md":
+            assert "![a](" not in text and "`c`" not in text.replace(r"\`", "")
+        if path.suffix == ".csv":
+            cells = [cell for row in csv.reader(io.StringIO(text)) for cell in row]
+            assert not [cell for cell in cells if re.match(r"[=@]|[+-](?!\d)", cell)], path
+    assert r"\$" in texts[output / "tables/groups.tex"] and "'=cmd" in texts[output / "numbers.csv"]
+    assert (output / "tables/groups.csv").exists() and "&lt;script&gt;" in texts[output / "report.md"]
+
+
+@pytest.mark.parametrize("cell", ["=1", "@a", "+a", "-1+2", "-", "-1 ± =1"])
+def test_a_cell_that_is_a_formula_is_quoted(cell):
+    assert no_formula(cell) == f"'{cell}"
+    for number in ("-0.12 ± 0.03 (2)", "+1,234.50 (1)", "-1e-05", "1.50 ± 0.25 (2)", -1.5, NONE):
+        assert no_formula(number) == number
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
+def test_a_report_needs_no_backend_of_a_notebook(tmp_path, backend):
+    a_run(tmp_path / "run", *SHORT, step=20)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/report.py"),
+        str(tmp_path / "run"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, env=os.environ | {"MPLBACKEND": backend}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/report.html").exists()
+
+
 def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
     for seed in (41, 42, 43):
         a_run(tmp_path / str(seed), *COLA, seed=seed, step=30 if seed == 43 else None)
     assert spread(ended(read_runs([tmp_path]).runs).ppl).endswith("(2)")  # one is unfinished
-    update_record(tmp_path / "43", {"state": {"name": "diverged"}})
+    record_state(tmp_path / "43", "diverged")
     assert spread(ended(read_runs([tmp_path]).runs).ppl) == "1 of 3 diverged"
     assert spread([1.0, 2.0, 4.0], "+.3f") == f"+2.333 ± {math.sqrt(7 / 3):.3f} (3)" and spread([1.0]) == "1.00 (1)"
     assert spread([]) == spread([1.0, math.nan]) == NONE
@@ -231,7 +319,7 @@ def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
     """It ends where one has diverged; an unfinished seed has a thin line of its own."""
     for seed, level, step in ((41, 4.0, None), (42, 4.1, None), (43, 9.0, 30), (44, 4.0, 30)):
         a_run(tmp_path / f"{seed}", *COLA, seed=seed, level=level, step=step)
-    update_record(tmp_path / "44", {"state": {"name": "diverged"}})
+    record_state(tmp_path / "44", "diverged")
     found = read_runs([tmp_path])
     ax = figures.axes()
     figures.draw_group(ax, found.runs, found.metrics, "eval/perplexity", "train/tokens", figures.COLOURS[0])

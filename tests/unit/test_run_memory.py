@@ -77,6 +77,30 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
         train(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (
+            "dlr_pretrain.train.run.new_model",
+            "rank 0 with a model of scale=tiny, before any batch: .*Use parallel=fsdp",
+        ),
+        ("dlr_pretrain.train.run.new_optimizer", "on rank 0 with a model of scale=tiny, before any batch"),
+        (
+            "dlr_pretrain.data.loader.np.empty",
+            "the training data, 8 sequences of 32 tokens a rank .*train.global_batch",
+        ),
+    ],
+)
+def test_memory_that_no_micro_batch_takes_is_told_as_what_it_is(train, tmp_path, monkeypatch, place, said):
+    def fails(*_, **_named):
+        raise MemoryError("Unable to allocate 479. GiB")
+
+    monkeypatch.setattr(place, fails)
+    with pytest.raises(UserError, match=said) as caught:
+        train(tmp_path / "run")
+    assert "micro_batch" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("error", "kind"), [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 79.11 GiB."), UserError),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), UserError),
