@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.errors import command
+from dlr_pretrain.util.errors import command, say
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def report(given: argparse.Namespace) -> None:
 
     remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
     for remark in remarks:
-        print(f"note: {remark}")
+        say(f"note: {remark}", sys.stdout)
     print(f"report      {given.output / 'report.html'}\nnumbers     {given.output / 'numbers.csv'}")
     print(f"figures     {given.output / 'figures'}: png, svg, pdf")
 

@@ -17,6 +17,7 @@ from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, JOB, JOBS, STATES, ask, last_job, queue, status_of
 from dlr_pretrain.util.errors import at_least_1
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import plural
 
 
@@ -91,7 +92,7 @@ def submit(
     jobs = JOBS.relative_to(here) if JOBS.is_relative_to(here) else JOBS
     command = ["sbatch", "--parsable", *options, *own, f"{jobs}/array.sbatch", f"{folder}/runs.txt"]
     if given.status:
-        return f"Would submit {len(due)} of {len(runs)}: {shlex.join(command)}"
+        return f"Would submit {len(due)} of {len(runs)}: {redact(shlex.join(command))}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.txt").write_text(text, encoding="utf-8")
     for run in due:  # fail before queueing: a job that is not noted would be queued again
@@ -102,7 +103,7 @@ def submit(
         task = f"{job}_{run.number}"
         noted = {"time": time.time(), "job": task, "log": str(folder.absolute() / f"{task}.log")}
         write_durably(run.dir / JOB, json.dumps(noted))
-    return f"Submitted {len(due)} of {len(runs)} as job {job}: {shlex.join(command)}"
+    return f"Submitted {len(due)} of {len(runs)} as job {job}: {redact(shlex.join(command))}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -79,7 +79,7 @@ def test_a_signal_at_any_moment_is_heard_and_nothing_is_lost(warm, tepid, words,
                 f"trial {trial}: {number.name} at {moment}, {code}: {error}\n{output[-3000:]}\n{more[-3000:]}"
             )
             print(failed[-1], flush=True)
-        at = (before.split() or ["", ""])[-2]
+        at = before.partition(" here")[0].split(" ")[-1]
         seen[at, number.name, code] += 1
         print(f"trial {trial}: {at} {moment[1]}, {number.name}: {code}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
