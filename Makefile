@@ -1,5 +1,5 @@
 # Shortcuts; the README's commands work without make.
-.PHONY: test full matrix kill-soak gpu style
+.PHONY: test full matrix kill-soak signal-soak gpu style
 
 test:       # the README's command: every promise once
 	python -m pytest -n 3
@@ -15,6 +15,9 @@ kill-soak:  # a hundred kills of two-rank runs, each compared with an undisturbe
 
 gpu:        # GPU tests, steps, peers, memory, in pieces; the same command goes on where it was cut off
 	benchmarks/gpu.sh results/gpu
+
+signal-soak:  # two hundred signals at random moments of a run (half an hour)
+	DLR_SIGNALS=200 python -m pytest tests/kill/test_signals.py -m full -s
 
 style:
 	ruff check . && ruff format --check .

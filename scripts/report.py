@@ -5,11 +5,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.errors import command, say
+from dlr_pretrain.util.errors import Parser, command, say
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Tables and curves of runs, their numbers, and one self-contained page.",
         epilog="Means are over finished seeds of equal configuration; what is unfinished, broken, double or different "
         "is named. scripts/reproduce.py shows the paper's tables.",

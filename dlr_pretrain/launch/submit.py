@@ -15,7 +15,7 @@ from pathlib import Path
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, JOB, JOBS, STATES, ask, last_job, queue, status_of
-from dlr_pretrain.util.errors import at_least_1
+from dlr_pretrain.util.errors import Parser, at_least_1
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import plural
@@ -23,7 +23,7 @@ from dlr_pretrain.util.text import plural
 
 def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
     """The parser of a command that trains a table of runs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -164,6 +164,13 @@ def say_once(text: str) -> None:
     """Print to stderr on rank 0: ranks end together, and torchrun's summary has the error of one that fails alone."""
     if os.environ.get("RANK", "0") == "0":
         say(text, sys.stderr)
+
+
+class Parser(ArgumentParser):
+    """Of a command's arguments. What it says of wrong ones is without their secrets."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redact(message))
 
 
 def at_least_1(text: str) -> int:

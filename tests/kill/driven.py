@@ -71,10 +71,16 @@ def signal_at_the_moment(pid: int, pipe: int, number: int) -> tuple[str, str]:
     return told.decode(), before.decode()
 
 
+def listen() -> None:
+    """These tests may run under nohup, or in the background, where both signals are ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> int:
     from dlr_pretrain import __main__
 
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    listen()
     follower = Follower(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))
     sys.setprofile(follower.see)
     code = __main__.main()
