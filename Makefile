@@ -1,5 +1,5 @@
 # Shortcuts; the README's commands work without make.
-.PHONY: test full matrix kill-soak gpu style site
+.PHONY: test full matrix kill-soak signal-soak gpu style site
 
 test:       # the README's command: every promise once
 	python -m pytest -n 3
@@ -18,6 +18,9 @@ gpu:        # GPU tests, steps, peers, memory, in pieces; the same command goes 
 
 site:       # README and docs as a site in site/, whose links are all valid
 	python -m mkdocs build --strict
+
+signal-soak:  # two hundred signals at random moments of a run (half an hour)
+	DLR_SIGNALS=200 python -m pytest tests/kill/test_signals.py -m full -s
 
 style:
 	ruff check . && ruff format --check .

@@ -8,7 +8,6 @@ child, and killed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
@@ -39,7 +38,7 @@ from dlr_pretrain.train.micro_batch import explain_out_of_memory, planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.trial import random_batch, trial_loop
-from dlr_pretrain.util.errors import UserError, command, first_line
+from dlr_pretrain.util.errors import Parser, UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
 
@@ -51,7 +50,7 @@ SLOW_NETWORK = 10e9  # bytes/s of a ring below which GPUs talk by sockets
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
     about = "Checks a machine, or under torchrun all ranks, for the run of these overrides, which is not touched."
-    parser = argparse.ArgumentParser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
+    parser = Parser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
     _, words = parser.parse_known_args(argv)
     return command(lambda: 0 if sound(words) else 1)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pandas as pd
 
 from dlr_pretrain.deploy.export import need
-from dlr_pretrain.util.errors import at_least_1, command
+from dlr_pretrain.util.errors import Parser, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("folders", type=Path, nargs="+", metavar="folder", help="exported, as runs/<name>/folded")
     add("--tasks", default="all", help="a comma-separated list (default: all six)")

@@ -6,14 +6,12 @@ import re
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.errors import UserError, command
+from dlr_pretrain.util.errors import Parser, UserError, command
 from dlr_pretrain.util.files import read_metrics
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Write a checkpoint's folded weights as a transformers folder.", allow_abbrev=False
-    )
+    parser = Parser(description="Write a checkpoint's folded weights as a transformers folder.", allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
     parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.deploy.sft import prompt_of
-from dlr_pretrain.util.errors import at_least_1, command
+from dlr_pretrain.util.errors import Parser, at_least_1, command
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Text goes to standard output.", allow_abbrev=False)
+    parser = Parser(description="Text goes to standard output.", allow_abbrev=False)
     add = parser.add_argument
     add("folder", type=Path, help="what train.py, fold.py or sft.py wrote")
     add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")

@@ -4,7 +4,6 @@ For y = (B + beta R^T) z and g the gradient of the mean loss with respect to y, 
 u = B^T g comes through B, and v = beta R g through the residual. Source: Wang et al. (2026), study of gradient paths.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,13 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.layer import Layer, named_layers
 from dlr_pretrain.models.residual import add_, branch_, entries
 from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
-from dlr_pretrain.util.errors import UserError, at_least_1, command
+from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
 from dlr_pretrain.util.tensors import ALPHA, IGNORE
 
 
 def main() -> int:
     about = "The gradient's two ways to the latents of a run with DLR: a table, and <run>/gradient_paths.csv."
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser = Parser(description=about, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="runs/<run>")
     parser.add_argument("--checkpoints", choices=("all", "last"), default="all", help="(default: all)")
     parser.add_argument("--sequences", type=at_least_1, default=32, help="of the run's validation text (default: 32)")

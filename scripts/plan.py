@@ -5,11 +5,11 @@ import json
 import sys
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.util.errors import at_least_1, command
+from dlr_pretrain.util.errors import Parser, at_least_1, command
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         usage="plan.py [options] [key=value ...]",
         description="Parameters, FLOPs, memory, disk, batch, tokens and time of a run; needs no data, GPU, network.",
         epilog="Everything else is an override, as train.py takes them.",

@@ -18,7 +18,7 @@ from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
-from dlr_pretrain.util.errors import UserError, at_least_1, command
+from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.process import cores
 
@@ -28,7 +28,7 @@ say = partial(print, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Tokenise a data source into shards that data=tokens reads. The same command again continues.",
         usage="%(prog)s data=... [data.key=value ...] [tokenizer.path=...] --output FOLDER [--workers N]",
         epilog="Source and tokenizer are named as for train.py.",

@@ -5,11 +5,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.errors import command
+from dlr_pretrain.util.errors import Parser, command, say
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Tables and curves of runs, their numbers, and one self-contained page.",
         epilog="Means are over finished seeds of equal configuration; what is unfinished, broken, double or different "
         "is named. scripts/reproduce.py shows the paper's tables.",
@@ -27,7 +27,7 @@ def report(given: argparse.Namespace) -> None:
 
     remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
     for remark in remarks:
-        print(f"note: {remark}")
+        say(f"note: {remark}", sys.stdout)
     print(f"report      {given.output / 'report.html'}\nnumbers     {given.output / 'numbers.csv'}")
     print(f"figures     {given.output / 'figures'}: png, svg, pdf")
 

@@ -22,7 +22,7 @@ from dlr_pretrain.launch.local import LOG
 from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.state import queue, status_of
 from dlr_pretrain.launch.submit import start
-from dlr_pretrain.util.errors import EXIT_FAILED, UserError, at_least_1, command, write_to_stderr
+from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, write_to_stderr
 from dlr_pretrain.util.process import cores
 
 EPILOG = """examples:
@@ -37,7 +37,7 @@ those of sbatch. All is described in docs/reproduce.md."""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         usage="reproduce.py [ITEM | all] [key=value ...] [options] [-- options of sbatch]",
         description="Train, measure and show the tables and figures of the DLR paper.", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.export import need
 from dlr_pretrain.deploy.sft import DATASET, RECORD, fine_tune, read_rows
-from dlr_pretrain.util.errors import at_least_1, command, write_to_stderr
+from dlr_pretrain.util.errors import Parser, at_least_1, command, write_to_stderr
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("folder", type=Path, help="what train.py or fold.py wrote")
     add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub (default: %(default)s)")

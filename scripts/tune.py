@@ -17,6 +17,7 @@ from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.launch.submit import parser_of, read_options, start
 from dlr_pretrain.util.errors import EXIT_FAILED, command
+from dlr_pretrain.util.secrets import redact
 
 EPILOG = """examples:
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --output cola --local --limit 8
@@ -69,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     found = tune.compare(design, trials)
     first, *others = names
     found["shared"] = shlex.join(word for word in first if all(word in other for other in others))
-    found["command"] = shlex.join(["python", "scripts/tune.py", *argv])
+    found["command"] = redact(shlex.join(["python", "scripts/tune.py", *argv]))
     tune.write(found, given.output)
     print(tune.methods_table(found).markdown(), *(f"* {line}" for line in tune.remarks(found)), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")

@@ -102,7 +102,7 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def words(corpus):
     """Overrides of a small run over the corpus: ``words("dlr=on", run="name")``."""
 

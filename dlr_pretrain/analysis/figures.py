@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dlr_pretrain.analysis.runs import METRICS, Runs, ended, spread
+from dlr_pretrain.util.errors import naming
 from dlr_pretrain.util.text import amount
 
 # matplotlib refuses to be imported where this names a backend that is not installed, as in what a notebook starts.
@@ -72,7 +73,8 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
             text.set_parse_math(False)  # a $ in a name is one
     folder.mkdir(parents=True, exist_ok=True)
     for kind in IMAGES:
-        ax.figure.savefig(folder / f"{name}.{kind}", bbox_inches="tight")
+        with naming(path := folder / f"{name}.{kind}"):
+            ax.figure.savefig(path, bbox_inches="tight")
     return Picture(folder / f"{name}.png", caption)
 
 

@@ -18,6 +18,7 @@ from dlr_pretrain.analysis.figures import Picture, draw, draw_run
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
 from dlr_pretrain.util.files import read_json, write_durably
+from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import markdown
 
 DOCUMENT = r"""\documentclass{article}
@@ -112,6 +113,7 @@ def write_page(
     ``remarks`` are what a reader must know first; ``mark`` is a word across the whole page.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    command, remarks = redact(command), [*map(redact, remarks)]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
     body, made_by = "\n".join(map(_html, parts)), html.escape(command)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -13,29 +11,7 @@ from importlib import resources
 import yaml
 
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
-
-HIDDEN = "***"
-SHORTEST = 8  # fewest characters of a variable's value that counts as a secret
-VARIABLE = re.compile(  # names such as HF_TOKEN and AWS_SECRET_ACCESS_KEY
-    r"(token|(api|access|secret|account|private)_?key|secret|passw(or)?d|_pwd|credentials?)$", re.IGNORECASE
-)
-SECRET = re.compile(
-    r"(?<=://)[^/\s@]+(?=@)"  # user and password in an address
-    # the value of a parameter of an address: a signed address of S3, Google or Azure, or a token
-    r"|(?<=[?&])(?:x-(?:amz|goog)-[a-z-]+|sig|signature|[\w-]*(?:token|key|secret|passw(?:or)?d))=[^&#\s]+"
-    # tokens of Hugging Face, W&B, GitHub, GitLab, AWS, Google, OpenAI and Slack
-    r"|\b(?:hf_|wandb_v\d_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abprs]-)[\w-]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|\bAIza[\w-]{35}",
-    re.IGNORECASE,
-)
-
-
-def redact(text: str) -> str:
-    """``text`` without what looks like a password or token, and without the values of variables that hold one."""
-    for name, value in os.environ.items():
-        if len(value) >= SHORTEST and VARIABLE.search(name):
-            text = text.replace(value, HIDDEN)
-    return SECRET.sub(HIDDEN, text)
+from dlr_pretrain.util.secrets import redact
 
 
 class MISSING:

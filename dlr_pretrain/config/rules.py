@@ -10,9 +10,10 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 
-from dlr_pretrain.config.problems import Problem, as_typed, redact
+from dlr_pretrain.config.problems import Problem, as_typed
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
+from dlr_pretrain.util.secrets import redact
 
 # All keys that begin so; another key; and the values of that one under which they are read.
 READ_IF: list[tuple] = [
@@ -171,7 +172,7 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
 
 def _secrets(cfg: Config) -> Iterator[Problem]:
     for name, value in flatten(to_dict(cfg)).items():
-        if isinstance(value, str) and redact(value) != value:
+        if isinstance(value, (str, list)) and redact(str(value)) != str(value):
             rule = "holds a password or a token, and a run writes its configuration down"
             yield Problem(name, value, rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
 

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import json
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,8 +21,8 @@ import numpy as np
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact
-from dlr_pretrain.util.errors import UserError, first_line, naming
-from dlr_pretrain.util.files import read_json
+from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.files import copy_file, read_json, write_text
 
 EOS = 1  # in T5's layout: <pad> 0, </s> 1, <unk> 2
 SPACE = "\u2581"  # as sentencepiece writes it
@@ -72,9 +71,8 @@ class Tokenizer(ABC):
         """Write to ``folder`` what ``load_tokenizer`` reads from there."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.resolve() != (folder / self.saved_as).resolve():
-            shutil.copyfile(self.path, folder / self.saved_as)
-        with naming(folder / SETTINGS):
-            (folder / SETTINGS).write_text(json.dumps(self.specials, indent=1) + "\n", encoding="utf-8")
+            copy_file(self.path, folder / self.saved_as)
+        write_text(folder / SETTINGS, json.dumps(self.specials, indent=1) + "\n")
 
 
 class SentencePieceTokenizer(Tokenizer):

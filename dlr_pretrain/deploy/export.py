@@ -29,7 +29,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import read_json, sync
+from dlr_pretrain.util.files import read_json, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
@@ -94,11 +94,11 @@ def export(
     loadable = own.backbone.name == DENSE.name or exported_keys(own) is not None
     contents = {"config": settings, "generation_config": ends} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
-        (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_text(partial / f"{name}.json", json.dumps(content, indent=2) + "\n")
     if loadable and own.backbone.name != DENSE.name:
-        (partial / MODELING.name).write_text(modeling(own), encoding="utf-8")
+        write_text(partial / MODELING.name, modeling(own))
     export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
-    (partial / "README.md").write_text(card(own, record, cfg, loadable), encoding="utf-8")
+    write_text(partial / "README.md", card(own, record, cfg, loadable))
     if not loadable:
         checked = NO_LAYER.format(own.backbone.name)
     elif ids is None:

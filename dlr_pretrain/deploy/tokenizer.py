@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer as Fast
 
 from dlr_pretrain.data.tokenizer import MODELS, SETTINGS, SPACE, FastTokenizer, Tokenizer
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import copy_file, write_text
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
 UNIGRAM, BPE = 1, 2  # kinds of models
@@ -32,11 +32,11 @@ def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> Non
     training.
     """
     fast = fast_tokenizer(tokenizer)
-    fast.save(str(folder / MODELS[1]))
+    write_text(folder / MODELS[1], fast.to_str(pretty=True))  # its own ``save`` raises plain Exceptions
     if not isinstance(tokenizer, FastTokenizer):
-        shutil.copyfile(tokenizer.path, folder / tokenizer.saved_as)
+        copy_file(tokenizer.path, folder / tokenizer.saved_as)
         if isinstance(fast.model, models.BPE):  # llama.cpp takes the pieces of a file of this name for those of BPE
-            shutil.copyfile(tokenizer.path, folder / MODELS[2])
+            copy_file(tokenizer.path, folder / MODELS[2])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **tokenizer.specials,
@@ -46,7 +46,7 @@ def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> Non
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(settings, ensure_ascii=False, indent=1) + "\n"
-    (folder / SETTINGS).write_text(text, encoding="utf-8")
+    write_text(folder / SETTINGS, text)
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> Fast:

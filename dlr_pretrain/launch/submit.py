@@ -14,14 +14,15 @@ from pathlib import Path
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, JOB, JOBS, STATES, ask, last_job, queue, status_of
-from dlr_pretrain.util.errors import UserError, at_least_1, write_to_stderr
+from dlr_pretrain.util.errors import Parser, UserError, at_least_1, write_to_stderr
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import plural
 
 
 def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
     """The parser of a command that trains a table of runs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
@@ -96,7 +97,7 @@ def submit(
     jobs = JOBS.relative_to(here) if JOBS.is_relative_to(here) else JOBS
     command = ["sbatch", "--parsable", *options, *own, f"{jobs}/array.sbatch", f"{folder}/runs.txt"]
     if given.status:
-        return f"Would submit {len(due)} of {len(runs)}: {shlex.join(command)}"
+        return f"Would submit {len(due)} of {len(runs)}: {redact(shlex.join(command))}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.txt").write_text(text, encoding="utf-8")
     for run in due:  # fail before queueing: a job that is not noted would be queued again
@@ -107,7 +108,7 @@ def submit(
         task = f"{job}_{run.number}"
         noted = {"time": time.time(), "job": task, "log": str(folder.absolute() / f"{task}.log")}
         write_durably(run.dir / JOB, json.dumps(noted))
-    return f"Submitted {len(due)} of {len(runs)} as job {job}: {shlex.join(command)}"
+    return f"Submitted {len(due)} of {len(runs)} as job {job}: {redact(shlex.join(command))}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ from dlr_pretrain.train.state import Skipped, TrainState
 from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, first_line
+from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, first_line, write_to_stderr
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Guard:
             rule = f"no memory for the training data, {rows:,} sequences of {length:,} tokens a rank and step"
             raise UserError(f"{rule}: {first_line(error)}. Lower train.global_batch, or use more ranks") from error
         except Exception as error:  # from a library or the system
-            traceback.print_exc()
+            write_to_stderr(traceback.format_exc())
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
     def see(self, state: TrainState, step: int, outcome: Outcome[float], batch: Batch) -> bool:

@@ -20,13 +20,13 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.problems import redact
 from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
 from dlr_pretrain.train.checkpoint import directories
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.secrets import redact
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip

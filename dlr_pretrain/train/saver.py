@@ -22,7 +22,7 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.util.errors import UserError, file_error
+from dlr_pretrain.util.errors import UserError, file_error, write_to_stderr
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class Saver(AbstractContextManager["Saver"]):
         except (OSError, UserError) as error:
             failure = isinstance(error, OSError), str(file_error(error) if isinstance(error, OSError) else error)
         except Exception as error:
-            traceback.print_exc()
+            write_to_stderr(traceback.format_exc())
             failure = False, f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((result, failure), self._group)
         failures = [(failure[0], rank, failure[1]) for rank, (_, failure) in enumerate(answers) if failure is not None]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.config.problems import redact
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.util.errors import Stopped, first_line
 from dlr_pretrain.util.files import read_metrics, write_durably
+from dlr_pretrain.util.secrets import redact
 
 INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
 CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from dlr_pretrain.util.process import spin_briefly
+from dlr_pretrain.util.secrets import redact
 
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it diverged
@@ -29,9 +30,15 @@ FIXES = {
 
 
 class UserError(Exception):
-    """An error whose message names the file or key, and the fix. The process exits with ``exit_code``."""
+    """An error whose message names the file or key, and the fix. The process exits with ``exit_code``.
+
+    A message of others may hold a signed address: the message is without its secrets.
+    """
 
     exit_code = EXIT_FAILED
+
+    def __init__(self, message: str):
+        super().__init__(redact(message))
 
 
 class Diverged(UserError):
@@ -91,7 +98,7 @@ def record_for_torchrun(error: BaseException) -> None:
 def say(text: str, stream: TextIO, end: str = "\n") -> None:
     """Print to a stream that may be gone, such as a closed terminal. If it is, this and later output is discarded."""
     try:
-        print(text, file=stream, end=end, flush=True)
+        print(redact(text), file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)
@@ -102,7 +109,7 @@ def say(text: str, stream: TextIO, end: str = "\n") -> None:
 def write_to_stderr(text: str) -> None:
     """Write a line to stderr at once. Signal handlers may call this, and it does not fail if stderr is gone."""
     with suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{redact(text)}\n".encode())
 
 
 def exit_process(error: UserError, say: bool = True) -> NoReturn:
@@ -157,6 +164,13 @@ def say_once(text: str) -> None:
     """Print to stderr on rank 0: ranks end together, and torchrun's summary has the error of one that fails alone."""
     if os.environ.get("RANK", "0") == "0":
         say(text, sys.stderr)
+
+
+class Parser(ArgumentParser):
+    """Of a command's arguments. What it says of wrong ones is without their secrets."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redact(message))
 
 
 def at_least_1(text: str) -> int:

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,18 @@ def write_durably(path: Path, content: str | bytes) -> None:
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8; an error names it."""
+    with naming(path):
+        path.write_text(text, encoding="utf-8")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content; an error names the copy."""
+    with naming(target):
+        shutil.copyfile(source, target)
 
 
 def sync(path: Path) -> None:

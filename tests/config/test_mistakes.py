@@ -68,7 +68,9 @@ MISTAKES = {  # a command line, and what the one line about it names
     "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
     "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
     "train.stop_after=301": ["train.stop_after=301: must be at most train.steps=300"],
-    "data.packing=pad data.mask_documents=true": ["would be ignored: data.packing=pad and eval.packing=pad"],
+    "data.packing=pad eval.packing=pad data.mask_documents=true": [
+        "would be ignored: data.packing=pad and eval.packing=pad"
+    ],
     "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],
     "train.steps=3 train.warmup_ratio=0.9": ["train.warmup_ratio=0.9: makes 3 steps", "below train.steps=3"],

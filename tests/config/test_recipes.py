@@ -132,15 +132,15 @@ def test_an_unpublished_learning_rate_is_asked_for():
 
 MASTERS = {"precision.name": "bf16_mixed", "optimizer.name": "adamw"}  # where pure bf16 would round the ablation away
 ABLATIONS = {  # what a row changes of its control, beside the name of the option
-    ("rank", "half"): {"backbone.rank": 256},
-    ("rank", "three quarters"): {"backbone.rank": 384},
-    ("variance", "uncorrected"): {"dlr.variance_correction": False},
-    ("offset", "init_offset"): {"dlr.mode": "offset"},
-    ("dynamics", "random"): {"dlr.grouping": "random"},
-    ("dynamics", "no_b"): {"dlr.train_b": False},
+    ("rank", "rank x 0.5"): {"backbone.rank": 256},
+    ("rank", "rank x 0.75"): {"backbone.rank": 384},
+    ("variance", "without correction"): {"dlr.variance_correction": False},
+    ("offset", "initial offset"): {"dlr.mode": "offset"},
+    ("dynamics", "random map"): {"dlr.grouping": "random"},
+    ("dynamics", "residual only (no B)"): {"dlr.train_b": False},
     ("alpha", "alpha=2"): {"dlr.alpha": 2.0},
-    ("alpha", "alpha=1, masters"): MASTERS,
-    ("alpha", "learned, masters"): {"dlr.learn_alpha": True} | MASTERS,
+    ("alpha", "alpha=1 (fp32 masters)"): MASTERS,
+    ("alpha", "learned alpha (fp32 masters)"): {"dlr.learn_alpha": True} | MASTERS,
 }
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
+from dlr_pretrain import __main__
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.config.problems import redact
+from dlr_pretrain.train.record import record_state, update_record
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError, first_line, report_error
+from dlr_pretrain.util.secrets import redact
+from slurm.submit import main as submit
+from tests.conftest import main_of
 
 TOKEN = "hf_" + "aB3" * 10
 
@@ -59,3 +69,93 @@ def test_a_configuration_with_a_secret_is_refused_without_showing_it(monkeypatch
         load(["scale=tiny", "data=c4_local", "data.root=.", "logger=wandb", word])
     assert word.partition("=")[0] in str(refused.value) and "***" in str(refused.value)
     assert not any(secret in str(refused.value) for secret in ("pa55", TOKEN, "planted-value"))
+
+
+# As it is given, and what of it nobody may see.
+PLANTED = {
+    "S3 signature": ("https://127.0.0.1:9/c4?x=1&X-Amz-Signature={}", "0aF9s3" * 6),
+    "S3 credential": ("https://127.0.0.1:9/c4?X-Amz-Credential={}", "0aF9cr" * 6),
+    "Google signature": ("https://127.0.0.1:9/c4?X-Goog-Signature={}", "0aF9go" * 6),
+    "Azure signature": ("https://127.0.0.1:9/c4?sv=2024&sig={}", "0aF9az" * 6),
+    "access token": ("https://127.0.0.1:9/c4?access_token={}", "0aF9ac" * 6),
+    "token": ("https://127.0.0.1:9/c4?token={}#1", "0aF9to" * 6),
+    "password": ("https://me:{}@127.0.0.1:9/c4", "0aF9pw" * 6),
+    "AWS": ("/a/{}/c4", "AKIA" + "ABCD2345" * 2),
+    "OpenAI": ("/a/{}/c4", "sk-proj-" + "0aF9oa" * 6),
+    "GitLab": ("/a/{}/c4", "glpat-" + "0aF9gl" * 6),
+    "Slack": ("/a/{}/c4", "xoxb-" + "0aF9sl" * 6),
+    "Hugging Face": ("/a/{}/c4", "hf_" + "0aF9hf" * 6),
+    "GitHub": ("/a/{}/c4", "ghp_" + "0aF9gh" * 6),
+    **{name: ("/a/{}/c4", f"the {name} pebble") for name in ("SECRET_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD")},
+}
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    for name in PLANTED:
+        monkeypatch.setenv(name.replace(" ", "_").upper() + "_PASSWORD" * (" " in name), PLANTED[name][1])
+
+
+@contextmanager
+def restored_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+def assert_none(folder, output: str) -> None:
+    """None of PLANTED is in the output, in the names of files or in the files."""
+    written = [output.encode(), *(bytes(path) for path in folder.rglob("*"))]
+    written += [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    found = {name for name, (_, secret) in PLANTED.items() for content in written if secret.encode() in content}
+    assert not found
+
+
+@pytest.mark.full
+def test_programs_that_hold_secrets_write_none(planted, words, scheduler, tmp_path, capfd, monkeypatch):
+    """A run with its report and export, reports, token shards and a queued table, with all of PLANTED around."""
+    given = [text.format(secret) for text, secret in PLANTED.values()]
+    run = words("train.steps=4", "eval.every=4", f"run.dir={tmp_path}/runs/a")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *run, *given])  # as where they are recorded
+        __main__.train(load(run))
+    data = [word for word in run if word.startswith(("data.root", "tokenizer."))]
+    assert main_of("report", f"{tmp_path}/runs", *given, "--output", tmp_path / "report") == 0
+    assert main_of("prepare_data", "data=c4_local", *data, "--output", tmp_path / "tokens") == 0
+    assert submit([*run[:-1], f"run.root={tmp_path}/queued", "--", *(f"--comment={one}" for one in given)]) == 0
+    (scheduler / "asked").unlink()  # what sbatch itself is told
+    assert_none(tmp_path, "".join(capfd.readouterr()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", [
+    "data.root='{}'", "data.train_files='{}'", "tokenizer.path='{}'", "tokenizer.hub='{}'", "logger.notes='{}'",
+    "logger.tags=['{}']", "run.dir='{}'", "run.start_from='{}'", "tokenizer.hubb='{}'", "logger.notes='{}",
+    "scale='{}'", "{}", "--config-dir={}", "--{}", "train.lr='{}'",
+])  # fmt: skip
+@pytest.mark.parametrize("program", [__main__.main, submit], ids=["train.py", "submit.py"])
+def test_a_secret_in_an_override_is_refused_everywhere(planted, tmp_path, capfd, monkeypatch, program, where):
+    monkeypatch.chdir(tmp_path)
+    for text, secret in PLANTED.values():
+        argv = ["scale=tiny", "data=c4_local", "data.root=.", "logger=wandb", where.format(text.format(secret))]
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        with restored_signals():
+            try:
+                code = program(*([argv] if program is submit else []))
+            except SystemExit as ended:  # argparse's
+                code = ended.code
+        assert code in (EXIT_CONFIG, EXIT_FAILED)  # no file of runs has that name
+    assert_none(tmp_path, "".join(capfd.readouterr()))
+
+
+def test_an_address_in_the_message_of_others_is_hidden(planted, tmp_path, capsys):
+    """Of a hub, for example, which answers with a redirection to a signed address."""
+    update_record(tmp_path, {})
+    for text, secret in PLANTED.values():
+        message = f"Client error '403 Forbidden' for url '{text.format(secret)}'"
+        record_state(tmp_path, "failed", first_line(UserError(message)))
+        report_error(UserError(message))
+        report_error(OSError(message))
+        assert_none(tmp_path, "".join(capsys.readouterr()))

@@ -1,0 +1,92 @@
+"""A run that says where it is, and another process that sends it a signal at a moment.
+
+Run as ``python -m tests.kill.driven PIPE MOMENT WORD ...``, this is a run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+
+# Each phase begins when a function is called (or returns, of the first), and ends where the next one begins.
+PHASES = {
+    "start": "return prepare",
+    "training": "call Run.train",
+    "fold": "call Run.fold",
+    "export": "call export",
+    "verification": "call agreement",
+    "report": "call StopRequest.__exit__",
+}
+
+
+class Follower:
+    """Tells ``pipe`` which phase of the run begins, and "here" when ``moment`` is reached, a phase and a call in it.
+
+    Calls are those of Python functions and of built-in ones in the main thread.
+    """
+
+    def __init__(self, pipe: int, moment: tuple[str, int] | None):
+        self.pipe, self.moment, self.phase = pipe, moment, ""
+        self.calls = dict.fromkeys(PHASES, 0)
+        self.order, self.begins = [*PHASES], {sign: phase for phase, sign in PHASES.items()}
+
+    def tell(self, word: str) -> None:
+        os.write(self.pipe, f"{word} ".encode())
+
+    def see(self, frame, event: str, _) -> None:
+        """For ``sys.setprofile``."""
+        begun = self.begins.get(f"{event} {frame.f_code.co_qualname}")
+        if begun and "dlr_pretrain" in frame.f_code.co_filename:
+            self.phase = begun
+            self.tell(begun)
+        if self.phase:
+            self.calls[self.phase] += 1
+            now = self.order.index(self.phase), self.calls[self.phase]
+            if self.moment and now >= (self.order.index(self.moment[0]), self.moment[1]):
+                self.moment = None
+                self.tell("here")
+
+    def end(self) -> None:
+        sys.setprofile(None)
+        self.tell(json.dumps(self.calls))
+
+
+def signal_at_the_moment(pid: int, pipe: int, number: int) -> tuple[str, str]:
+    """Send the signal when the run says "here"; what it has told to its end, and what when it had been sent."""
+    told = before = b""
+    while more := os.read(pipe, 4096):
+        told += more
+        if b"here" in told and not before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+            os.set_blocking(pipe, False)
+            with suppress(BlockingIOError):
+                told += os.read(pipe, 4096)
+            os.set_blocking(pipe, True)
+            before = told
+    os.close(pipe)
+    return told.decode(), before.decode()
+
+
+def listen() -> None:
+    """These tests may run under nohup, or in the background, where both signals are ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def main() -> int:
+    from dlr_pretrain import __main__
+
+    listen()
+    follower = Follower(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))
+    sys.setprofile(follower.see)
+    code = __main__.main()
+    follower.end()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A disk or a file server that fails at an operation: the run says which file and why, and no checkpoint is damaged.
+
+With the fault gone, the same command ends where an undisturbed run does, bit for bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+import pytest
+
+from dlr_pretrain.train.checkpoint import directories, fault
+from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED
+from tests.kill.test_operations import RUN
+from tests.resume.test_resume import assert_same, final
+
+pytestmark = pytest.mark.slow
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ESTALE, errno.EDQUOT)
+PLACES = {  # part of a path, and the kinds of operations of layer.c there
+    "checkpoints": "open create write fsync rename list mkdir chmod unlink",
+    "metrics.jsonl": "open create write fsync rename",
+    "manifest.json": "open create write fsync rename",
+    "config.yaml": "open create write fsync rename",
+    "tokenizer/": "open create write",
+    ".beats": "open create write fsync",
+    "folded": "open create write fsync rename list mkdir chmod",
+    "folded.partial/tokenizer.json": "create write",
+    "folded.partial/spiece.model": "create write",
+    "folded.partial/config.json": "create write",
+    "folded.partial/README.md": "create write",
+    "plots": "open create write mkdir",
+    "report.": "open create write fsync rename",
+}
+CASES = [(place, kind) for place, kinds in PLACES.items() for kind in kinds.split()]
+
+
+@pytest.fixture(scope="module")
+def whole(layered, words, tmp_path_factory):
+    """What an undisturbed run ends with."""
+    folder = tmp_path_factory.mktemp("whole")
+    layered.learn(words(f"run.dir={folder}", *RUN))
+    return final(folder)
+
+
+@pytest.fixture
+def half(layered, words, tmp_path):
+    """The folder of a run that was stopped, with a checkpoint."""
+    code, output = layered(words(f"run.dir={tmp_path}/half", *RUN, "train.stop_after=4"))
+    assert code == EXIT_STOPPED, output
+    return tmp_path / "half"
+
+
+@pytest.mark.parametrize(("place", "kind", "error"), [
+    pytest.param(*case, error, marks=pytest.mark.full if i == n % len(ERRORS) else pytest.mark.exhaustive,
+                 id=f"{case[0]} {case[1]} {errno.errorcode[error]}")
+    for n, case in enumerate(CASES) for i, error in enumerate(ERRORS)
+])  # fmt: skip
+def test_a_failing_operation_is_told_with_its_file(layered, words, half, whole, tmp_path, place, kind, error):
+    given, log = words(f"run.dir={half}", *RUN), tmp_path / "log"
+    layer = {"folder": str(half), "kind": kind, "part": place, "error": error, "log": str(log)}
+    code, output = layered(given, layer=layer)
+    operations = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    assert any(kind == of and place in path for of, path in operations), "it does not happen"
+    deletes, reports = kind == "unlink", place in ("plots", "report.")
+    assert code == (0 if deletes or reports else EXIT_FAILED), output
+    assert "Traceback" not in output
+    said = [line for line in output.splitlines() if re.match("(error|warning|note): ", line)]
+    if not deletes:  # what stays takes space, and the next save deletes it
+        assert 1 <= len(said) <= 2, output  # a save that is tried again says so first
+        assert all(place in line and os.strerror(error) in line for line in said), said
+    assert not any(map(fault, directories(half / "checkpoints")))
+    code, output = layered(given)
+    assert code == 0 and "Traceback" not in output, output
+    assert_same(final(half), whole)
