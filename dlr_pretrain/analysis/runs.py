@@ -28,7 +28,7 @@ METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "per
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
 NONE = "–"  # what a table shows where there is no value
-MOST = 1e30  # no metric is so large, and no figure can show it
+LARGEST_METRIC = 1e30  # no metric is so large, and no figure can show it
 CONFIG: Shape = {
     "seed": int, "data": {"seed": int}, "train": {"steps": int},
     **{group: {"name": str} for group in ("scale", "backbone", "dlr", "optimizer")},
@@ -147,7 +147,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         remarks.append(f"{folder.name}: {plural(lines, 'damaged line')} of metrics.jsonl left out")
     names = dict.fromkeys([*METRICS, *(name for record in records for name in record)])
     metrics = pd.DataFrame(records, columns=list(names)).apply(pd.to_numeric, errors="coerce").astype(float)
-    metrics = metrics.where(metrics.abs() < MOST)
+    metrics = metrics.where(metrics.abs() < LARGEST_METRIC)
     metrics["run"] = str(folder)
     metrics["flops"] = metrics["train/tokens"] * _number(manifest.get("flops_per_token"))
 

@@ -28,7 +28,7 @@ FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "tex
 PACKED = tuple(dict.fromkeys(COMPRESSED.values()))
 SUFFIXES = {name + packed: kind for packed in ("", *PACKED) for name, kind in FORMATS.items()}
 FETCH = "Fetch this shard again"
-STRANGERS = [  # how a file begins, what it is, and the fix
+OTHER_FORMATS = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
     ((b"%PDF",), "a PDF document", "Convert it to text"),
     ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
@@ -97,7 +97,7 @@ def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
         raise unreadable(file, error) from error
     finally:
         stream.seek(0)
-    _refuse(file, head, STRANGERS)
+    _refuse(file, head, OTHER_FORMATS)
     return head
 
 

@@ -47,7 +47,7 @@ from dlr_pretrain.util.text import plural
 
 SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some ten seconds of sentencepiece
 FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
-MUCH_READ = 2.0  # times a text that is streamed is read in an epoch
+MANY_READS = 2.0  # times a text that is streamed is read in an epoch
 PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
 SUFFIXES = (TOKENS, SUMS, ENDS)  # in the order of writing: a shard is complete once its ends are there
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. A damaged one is made again by the next start"
@@ -198,7 +198,7 @@ def _cost(source: TextSource, streams: int) -> str:
     sizes = source.sizes(packed=True)
     shares = [cut(sizes, np.arange(len(sizes)), part, streams, slack=source.slack) for part in range(streams)]
     times = sum(piece.size for share in shares for piece in share) / sum(sizes)
-    if times < MUCH_READ:
+    if times < MANY_READS:
         return ""
     fix = "scripts/prepare_data.py tokenises it once, and then the order is exact as well"
     rule = f"because {streams} streams share {plural(len(sizes), 'file')}"

@@ -30,7 +30,7 @@ from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
-TOLD_ROWS = 5  # bad rows that a process tells of by their number
+NAMED_BAD_ROWS = 5  # bad rows that a process tells of by their number
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
 
@@ -122,9 +122,9 @@ class TextSource:
             except UserError as error:
                 if self.data.bad_rows == "stop":
                     raise
-                if (name, row.number) not in self._told and len(self._told) < TOLD_ROWS:
+                if (name, row.number) not in self._told and len(self._told) < NAMED_BAD_ROWS:
                     self._told.add((name, row.number))
-                    more = ", and this process tells of no more" if len(self._told) == TOLD_ROWS else ""
+                    more = ", and this process tells of no more" if len(self._told) == NAMED_BAD_ROWS else ""
                     log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], more)
             yield row.number, text
 

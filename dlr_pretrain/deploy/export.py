@@ -43,7 +43,7 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
 }
-OF_THE_MODEL = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # no paths
+SECTIONS_OF_A_CARD = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # no paths
 USE = """```python
 {}
 prompt = tokenizer("The house stands", return_tensors="pt")
@@ -238,7 +238,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
         title=title,
         use=use,
         numbers=markdown_table(["", ""], ([key, few_digits(value)] for key, value in rows.items())),
-        configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL})),
+        configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in SECTIONS_OF_A_CARD})),
         citation=citation if trained.dlr.enabled else "",
     )
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 CONNECT = 600.0  # seconds in which the devices of all ranks have to reach each other
 COLLECTIVE = 3600.0  # seconds that a collective may take at least, because ranks wait there for what rank 0 does alone
 SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the heartbeat has not ended it
-FOR_EVER = 1e8  # seconds
+LONGEST_WAIT = 1e8  # seconds
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -39,7 +39,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.device = find_device(cfg)
         self.control: dist.ProcessGroup | None = None
         process.die_with_agent()
-        self._wait = timedelta(seconds=min(max(COLLECTIVE, self.heartbeat.limit + SLACK), FOR_EVER))
+        self._wait = timedelta(seconds=min(max(COLLECTIVE, self.heartbeat.limit + SLACK), LONGEST_WAIT))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             try:

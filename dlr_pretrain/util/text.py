@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 80
-MOST = 10  # lines of a list in a message
+MOST_LINES = 10  # lines of a list in a message
 
 
 def fill(text: str, indent: int = 0) -> str:
@@ -18,8 +18,8 @@ def fill(text: str, indent: int = 0) -> str:
 
 
 def shortened(lines: Sequence[str]) -> list[str]:
-    """The first ``MOST`` of ``lines``, and a line that counts the rest."""
-    return [*lines[:MOST], *([f"and {len(lines) - MOST} more"] if len(lines) > MOST else [])]
+    """The first ``MOST_LINES`` of ``lines``, and a line that counts the rest."""
+    return [*lines[:MOST_LINES], *([f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])]
 
 
 def amount(number: float, digits: int = 3) -> str:

@@ -101,7 +101,7 @@ def test_a_mistake_is_told_with_its_fix(line, monkeypatch):
 
 
 @pytest.mark.parametrize(("data", "evaluation"), [("pad", "packed"), ("packed", "pad")])
-def test_masked_documents_are_read_where_training_or_evaluation_packs(data, evaluation):
+def test_documents_are_masked_where_training_or_evaluation_packs(data, evaluation):
     words = [f"data.packing={data}", f"eval.packing={evaluation}", "data.mask_documents=true"]
     assert load([*SMALL, *words]).data.mask_documents
 

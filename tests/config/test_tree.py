@@ -105,7 +105,7 @@ def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
     assert compiler_problem(cfg, "cpu") is None
 
 
-def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):
+def test_identity_leaves_out_what_does_not_change_the_result(cfg):
     before = identity(cfg)
     cfg.compile, cfg.device, cfg.run.dir, cfg.train.micro_batch = False, "cpu", "elsewhere", 1
     cfg.log.every, cfg.logger.project, cfg.checkpoint.every = 1, "other", 5

@@ -183,7 +183,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", [3, 99])
-def test_one_of_another_version_is_neither_damaged_nor_passed_over(tmp_path, format):
+def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path, format):
     for step in (1, 2):
         save(tmp_path, step)
     forge(tmp_path / "step_00000002", format=format)

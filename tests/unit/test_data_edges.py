@@ -87,7 +87,7 @@ def test_a_sample_whose_files_were_purged_is_made_again(tmp_path, monkeypatch, l
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(gunzip, "MOST_BYTES", 1 << 20)
     line = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
     if name.endswith(".zst"):

@@ -94,7 +94,7 @@ def flat(source, stream, num_streams, documents, packed=True):
     return [list(document) for _, document in islice(documents_of(chunks), documents)]
 
 
-def test_packed_windows_join_the_documents_without_a_gap_and_every_position_has_a_target():
+def test_packed_windows_join_documents_without_a_gap():
     cfg, source = config(global_batch=8, seq_len=16), MemorySource(corpus(2, 40))
     batches = global_batches(cfg, source, TOKENIZER, 2, steps=12)
     for v in range(8):
@@ -105,7 +105,7 @@ def test_packed_windows_join_the_documents_without_a_gap_and_every_position_has_
     assert {real for *_, real, _ in batches} == {8 * 16}
 
 
-def test_a_padded_sequence_is_one_document_that_ends_with_eos_also_when_it_is_cut():
+def test_a_padded_sequence_is_one_document_that_ends_with_eos():
     cfg, source = config(global_batch=2, seq_len=8, packing="pad"), MemorySource(corpus(2, 30))
     batches = global_batches(cfg, source, TOKENIZER, 1, steps=20)
     for v in range(2):
@@ -149,7 +149,7 @@ class Waiting(MemorySource):
         yield from super()._file_rows(name, start, piece)
 
 
-def test_the_streams_of_all_shards_begin_at_once_and_give_the_same_batches():
+def test_streams_that_begin_together_give_the_same_batches():
     cfg, texts = config(packing="pad"), corpus(8, 40)  # a shard a stream
     wanted = global_batches(cfg, MemorySource(texts), TOKENIZER, 1, 8)
     for resumed in (0, 4):
@@ -163,7 +163,7 @@ def test_the_streams_of_all_shards_begin_at_once_and_give_the_same_batches():
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_a_stream_that_fails_at_the_start_ends_it_though_another_hangs(shards, monkeypatch):
+def test_a_stream_that_fails_ends_a_start_while_another_hangs(shards, monkeypatch):
     monkeypatch.setattr(loading, "CLOSE_SECONDS", 0.1)
     hang = threading.Event()
 
@@ -215,7 +215,7 @@ def unpacked(found):
     return inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths))
 
 
-def test_padded_documents_in_file_order_and_packed_windows_without_a_gap(root):
+def test_validation_is_in_file_order_without_a_gap(root):
     ids = [[*i, 1] for i in TOKENIZER.encode(TEXTS)]
     found = validated(root, "pad", 10**6)
     kept = [i if len(i) <= 8 else [*i[:7], 1] for i in ids]

@@ -62,7 +62,7 @@ def test_no_row_is_lost_or_read_twice_whatever_goes_wrong(hub):
     assert read(source) == WHOLE and {*TROUBLE} == {*hub.told}
 
 
-def test_a_hub_that_never_recovers_or_denies_access_ends_the_run_with_the_reason(hub, monkeypatch):
+def test_a_hub_that_fails_for_good_ends_the_run_with_the_reason(hub, monkeypatch):
     source = open_hub()
     monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.2)
     hub.trouble = lambda path, first: "503" if first >= 1000 else None

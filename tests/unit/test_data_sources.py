@@ -73,7 +73,7 @@ def root(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_every_format_gives_the_batches_of_its_texts_on_any_ranks_after_any_stop(tmp_path, monkeypatch, suffix):
+def test_every_format_gives_the_batches_of_its_texts(tmp_path, monkeypatch, suffix):
     for name, texts in (("train-0", TEXTS[:120]), ("train-1", TEXTS[120:]), ("validation", ["one", "two"])):
         FORMATS[suffix](tmp_path / f"{name}{suffix}", texts)
     for packing in ("packed", "pad"):
@@ -103,7 +103,7 @@ class Counted(io.BytesIO):
 
 
 @pytest.mark.parametrize("level", [1, 9])
-def test_a_gzip_file_is_read_on_near_any_line_with_places_of_readers_that_were_killed(tmp_path, monkeypatch, level):
+def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypatch, level):
     monkeypatch.setattr(gunzip, "SPACING", 50_000)
     monkeypatch.setattr(gunzip, "CHUNK_BYTES", 1 << 14)
     rng = random.Random(level)
@@ -149,7 +149,7 @@ def test_a_dataset_that_datasets_has_saved(tmp_path):
     assert split(source) == [TEXTS, ["one", "two"]]
 
 
-def test_text_files_are_a_document_each_and_the_only_document_is_cut_in_two(tmp_path):
+def test_a_text_file_is_a_document_and_a_single_one_is_cut(tmp_path):
     text = "".join(f"line {i}\n" for i in range(1000))
     (tmp_path / "all.txt").write_text(text)
     cfg = make_config("local", data__root=tmp_path, data__held_out=0.1, data__streams=1, eval__packing="packed")

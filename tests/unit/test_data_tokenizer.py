@@ -107,7 +107,7 @@ def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["t5", *(pytest.param(kind, marks=pytest.mark.full) for kind in list(KINDS)[1:])])
-def test_a_run_with_any_tokenizer_is_exported_for_transformers_without_remote_code(kind, train, tmp_path):
+def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_path):
     """Trained on one document; the exported tokenizer has the ids of the own library, and decodes them to the text."""
     transformers = pytest.importorskip("transformers")
     path = KINDS[kind](tmp_path)
@@ -157,7 +157,7 @@ def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_p
         assert (found != whole) == cuts
 
 
-def test_t5_and_c4_have_the_ids_of_sentencepiece_also_as_exported(test_data):
+def test_t5_has_the_ids_of_sentencepiece_also_as_exported(test_data):
     path = test_data / "tokenizer" / "spiece.model"
     tokenizer, own = load_tokenizer(path), sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert tokenizer.vocab_size == 32_000 and tokenizer.encode(["Hello world"])[0].tolist() == [8774, 296]
@@ -234,14 +234,14 @@ def test_text_without_tokens_is_measured_and_refused(tmp_path, train):
         train(tmp_path / "run", "data=local", f"data.root={tmp_path / 'text'}", f"tokenizer.path={small}")
 
 
-def test_a_token_that_also_ends_documents_stands_for_no_unknown_text():
+def test_an_end_token_does_not_count_as_unknown_text():
     validation = SimpleNamespace(tokens=np.array([[7, 2, 2], [7, 7, 2]]), real_tokens=4)
     ids = {"unk_id": 2, "eos_id": 3, "pad_id": 0}
     for other, share in (({}, 0.75), ({"eos_id": 2}, 0.0), ({"pad_id": 2}, 0.0), ({"unk_id": None}, 0.0)):
         assert Corpus(None, SimpleNamespace(**(ids | other)), validation, 8).unknown == share
 
 
-def test_a_vocabulary_of_some_size_is_padded_where_the_scale_leaves_it_open():
+def test_a_vocabulary_is_padded_where_the_scale_has_no_size():
     class Sized:
         path, vocab_size = "some", 32_001
 

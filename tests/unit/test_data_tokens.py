@@ -154,7 +154,7 @@ def test_a_cache_without_room_is_named(root, model, tmp_path):
         kept(make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model))
 
 
-def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
+def test_large_vocabularies_bad_rows_and_other_end_tokens(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(70_000)} | {"END": 70_000}))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "words.json"))
@@ -205,7 +205,7 @@ def test_killed_after_any_shard_it_ends_as_if_undisturbed(root, model, made, tmp
     assert make(root, model, output) == [True] * 4
 
 
-def test_any_number_of_workers_writes_the_same_and_sound_shards_are_kept(root, model, made, tmp_path):
+def test_any_number_of_workers_writes_the_same_shards(root, model, made, tmp_path):
     assert make(root, model, tmp_path / "several", workers=3) == [False] * 4
     whole = content(made)
     assert content(tmp_path / "several") == whole
@@ -348,7 +348,7 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
         opened(make_config("tokens", data__root=made))
 
 
-def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
+def test_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
     cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=1))
     other = tmp_path / "other.model"
     other.write_bytes((ROOT / "tests/unit/other.spiece.model").read_bytes())

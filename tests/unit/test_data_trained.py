@@ -12,9 +12,7 @@ from dlr_pretrain.data import load_tokenizer
 
 @pytest.mark.full
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_file_with_1_percent_of_the_text_is_1_percent_of_what_is_learnt(
-    corpus, train, tmp_path, monkeypatch, streamed
-):
+def test_a_model_learns_1_percent_from_1_percent_of_the_text(corpus, train, tmp_path, monkeypatch, streamed):
     if streamed:  # as a text would be that is too large to be tokenised first
         monkeypatch.setattr("dlr_pretrain.data.prepare.SMALL_CHARACTERS", 0)
     rng, text = random.Random(0), tmp_path / "text"

@@ -75,7 +75,7 @@ def pieces(tokens: np.ndarray, mask_documents: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("packing", "mask"), [("pad", False), ("packed", True)])
-def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(words, packing, mask):
+def test_any_ranks_and_micro_batch_give_the_same_loss(words, packing, mask):
     cfg = load(words(f"eval.packing={packing}", "eval.tokens=1000", f"data.mask_documents={mask}"))
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)

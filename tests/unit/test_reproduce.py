@@ -160,7 +160,7 @@ def test_an_override_is_for_the_rows_that_have_its_key(tmp_path):
     assert ranges([1, 2, 3, 5, 7, 8]) == "1-3,5,7-8"
 
 
-def test_rows_scales_and_seeds_select_and_other_overrides_replace():
+def test_rows_scale_and_seed_select_and_other_keys_replace():
     table1, system, horizon = (items()[name] for name in ("table1", "system", "horizon"))
     (own,) = chosen([table1, horizon], "cola,cola+dlr")
     lines = planned_lines(own, ["scale=60m", "seed=41,42", "train.lr=0.01"])

@@ -63,7 +63,7 @@ def test_secrets_are_hidden_and_nothing_else(monkeypatch, text, shown):
     f"data.token={TOKEN}",
     "tokenizer.path=/keys/planted-value/spiece.model",
 ])  # fmt: skip
-def test_a_configuration_with_a_secret_is_refused_without_showing_it(monkeypatch, word):
+def test_a_refused_secret_is_not_shown(monkeypatch, word):
     monkeypatch.setenv("HF_TOKEN", "planted-value")
     with pytest.raises(ConfigError) as refused:
         load(["scale=tiny", "data=c4_local", "data.root=.", "logger=wandb", word])

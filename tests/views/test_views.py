@@ -148,7 +148,7 @@ def test_a_run_in_two_starts_is_one_curve_without_a_secret(tmp_path, train, serv
 
 @pytest.mark.full
 @pytest.mark.parametrize(("silent", "said"), [("", "offline (Failed"), ("file_stream", "lacks the last metrics")])
-def test_a_server_that_never_answers_changes_nothing_but_the_view(tmp_path, words, server, silent, said):
+def test_a_server_that_never_answers_ends_only_the_view(tmp_path, words, server, silent, said):
     server.silent = silent
     short = os.environ | {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
     line = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run", "logger=wandb")]
@@ -162,7 +162,7 @@ def test_a_server_that_never_answers_changes_nothing_but_the_view(tmp_path, word
 
 
 @pytest.mark.full
-def test_without_a_key_nobody_is_asked_and_the_command_that_is_said_sends_the_run(tmp_path, words, server):
+def test_without_a_key_the_printed_command_sends_the_run(tmp_path, words, server):
     keyless = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"} | {"TERM": "xterm"}
     terminal, inside = pty.openpty()  # where wandb would ask for a key
     for stop in ("train.stop_after=7", "train.stop_after=12"):
@@ -176,7 +176,7 @@ def test_without_a_key_nobody_is_asked_and_the_command_that_is_said_sends_the_ru
     assert [row["step"] for row in server.runs[wandb_id(tmp_path / "run")]["history"]] == [*range(1, 13)]
 
 
-def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, server):
+def test_the_next_start_sends_only_what_the_server_lacks(tmp_path, server):
     run = tmp_path / "run"
     for shown, written in (((1, 2), (1, 2, 3)), ((3, 4), ())):  # killed before step 3 was sent, and trained again
         view, _ = viewed(run)
