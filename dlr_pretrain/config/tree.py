@@ -17,7 +17,7 @@ from dlr_pretrain.config.problems import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
-LARGEST = 1 << 20  # of what a slip of the keyboard could make so large that a check would hang
+HUGE = 1 << 20  # of what a slip of the keyboard could make so large that a check would hang
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
@@ -101,14 +101,14 @@ class OptimizerOptions(Options):
 @dataclass
 class Scale:
     name: str = key("name of the scale", fixed=True)
-    hidden_size: int = key("width of the residual stream", ge=1, le=LARGEST)
-    intermediate_size: int = key("width of the SwiGLU", ge=1, le=LARGEST)
-    num_heads: int = key("attention heads", ge=1, le=LARGEST)
+    hidden_size: int = key("width of the residual stream", ge=1, le=HUGE)
+    intermediate_size: int = key("width of the SwiGLU", ge=1, le=HUGE)
+    num_heads: int = key("attention heads", ge=1, le=HUGE)
     num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4, le=10_000_000)
     micro_batch: int = key(
-        "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1, le=LARGEST
+        "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1, le=HUGE
     )
 
 
@@ -147,9 +147,7 @@ class Data:
     text_key: str = key("field of a record that holds the text; meta.text is a field in a field", "text")
     document: Literal["file", "paragraph"] = key("document of a .txt file; blank lines end a paragraph", "file")
     bad_rows: Literal["stop", "skip"] = key("rows without a text: end the run, or are left out", "stop")
-    streams: int | None = key(
-        "document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=LARGEST
-    )
+    streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
     seed: int = key("orders the documents, and nothing else", 42, ge=0, le=2**32 - 1)
     packing: Literal["packed", "pad"] = key("joined documents, or one truncated document a sequence", "packed")
     mask_documents: bool = key("documents in a packed sequence see only themselves, and are scored so", False)
@@ -171,14 +169,14 @@ class Train:
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
     lr_decay_steps: int | None = key("last steps, of falling rate; null: all after warm-up; 0: none", None, ge=0)
-    global_batch: int = key("sequences per update, over all ranks", 512, ge=1, le=LARGEST)
+    global_batch: int = key("sequences per update, over all ranks", 512, ge=1, le=HUGE)
     micro_batch: int | Literal["auto"] | None = key(
         "sequences a rank takes at once; auto: the most that fit on its GPU; null: by scale.micro_batch",
         "auto",
         ge=1,
-        le=LARGEST,
+        le=HUGE,
     )
-    seq_len: int = key("positions per sequence", 256, ge=2, le=LARGEST)
+    seq_len: int = key("positions per sequence", 256, ge=2, le=HUGE)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
     activation_checkpointing: Literal["none", "latent", "block"] = key("kept: all, input and latents, or input", "none")
     stop_after: int | None = key("stop and save after this step; the schedule spans train.steps", None, ge=1)
