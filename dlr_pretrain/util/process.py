@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
@@ -50,12 +50,21 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def prepare() -> None:
     """Call this first: importing torch takes seconds, in which the agent may die or a signal would end the process.
 
-    Signals are remembered until the run can act on them (``stop_requests``). Ctrl-C is not: it ends an import at once.
+    Signals are remembered until the run can act on them (``stop_requests``). Ctrl-C ends the process at once, from
+    the handler: foreign code may swallow a KeyboardInterrupt, or make another error of it.
     """
     open_standard_streams()
     spin_briefly()
     die_with_agent()
     _handle(lambda number, _frame: stop_requests.append(number))
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # it is not ignored, as in the background
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, b"\ninterrupted\n")
+    os._exit(128 + number)
 
 
 def open_standard_streams() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED
+from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from tests.conftest import ROOT
 
 EARLY = f"""
@@ -30,6 +30,16 @@ def test_a_signal_that_comes_before_torch_is_remembered(words, tmp_path):
     assert done.returncode == EXIT_STOPPED, done.stderr
     assert done.stderr == "stopped before the first step (asked to stop). The same command continues\n"
     assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_code_is_imported_ends_it_whatever_catches_it():
+    """A library may make another error of KeyboardInterrupt, or lose it in a destructor."""
+    swallows = "try: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass"
+    lines = ["import os, signal", f"sys.path.insert(0, {str(ROOT)!r})", "from dlr_pretrain.util import process"]
+    ready = "signal.signal(signal.SIGINT, signal.default_int_handler); process.prepare()"
+    command = [sys.executable, "-c", "\n".join(["import sys", *lines, ready, swallows])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (EXIT_INTERRUPTED, "\ninterrupted\n")
 
 
 @pytest.mark.full
