@@ -24,12 +24,13 @@ def stopped(words: list[str], ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_interrupted_twice_equals_undisturbed(words, tmp_path):
-    given = (*CHOICE, "precision=bf16_mixed", "eval.tokens=900", "parallel=fsdp")
-    forked(words(f"run.dir={tmp_path}/whole", *given), 2)
+@pytest.mark.parametrize(("parallel", "ranks"), [("parallel=fsdp", 2), ("parallel=hsdp parallel.shards=2", 4)])
+def test_interrupted_twice_equals_undisturbed(words, tmp_path, parallel, ranks):
+    given = (*CHOICE, "precision=bf16_mixed", "eval.tokens=900", *parallel.split())
+    forked(words(f"run.dir={tmp_path}/whole", *given), ranks)
     for stop in (4, 9):
-        stopped(words(f"run.dir={tmp_path}/parts", *given, f"train.stop_after={stop}"), 2)
-    forked(words(f"run.dir={tmp_path}/parts", *given), 2)
+        stopped(words(f"run.dir={tmp_path}/parts", *given, f"train.stop_after={stop}"), ranks)
+    forked(words(f"run.dir={tmp_path}/parts", *given), ranks)
     assert_same(final(tmp_path / "parts"), final(tmp_path / "whole"))
     newest = (path / "checkpoints" / "step_00000012" for path in (tmp_path / "whole", tmp_path / "parts"))
     assert_bits(*map(saved, newest))
