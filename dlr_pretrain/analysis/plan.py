@@ -12,7 +12,8 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own, and micro_batch
                       is the scale's), micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
-    speed             gpu, and estimates on it: mfu, tokens_per_second, hours; null in fp32
+    speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting, the seconds an update that a
+                      GPU waits for others, which come on top; null in fp32
     paper             what the paper prints for this method at this scale (or null): table1, whose memory is an estimate
                       of weights and optimizer state alone, and measured: memory of one GPU, compiled, with micro_batch
                       sequences, and tokens/s on 32 H100
@@ -20,6 +21,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -30,6 +32,7 @@ import torch
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.analysis.tables import printed, published, recipe
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.tree import GPUS_A_NODE
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
@@ -43,6 +46,10 @@ from dlr_pretrain.util.text import amount, fill
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
 # What the paper's figure for CoLA + DLR at 1b implies; what torchtitan reports for a dense 8B LLaMA (0.33 to 0.39).
 MFU = (0.11, 0.35)
+# Bytes/s each way of a GPU in large collectives: 0.8 of NVLink 4, and of 400 Gb/s of network for each GPU of a node.
+NVLINK, NETWORK = 360e9, 40e9
+# Seconds a step within a node and between nodes: those of NCCL's own model (tuning.cc, protocol LL128).
+RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
 # What tests/fakegpu measures for cola with DLR, with micro-batches of 64 and of 16 sequences.
 COMPILED = "compiled code takes less, for example 0.72 of the peak at 60m and 0.82 at 1b"
 
@@ -76,7 +83,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "steps": cfg.train.steps,
         "warmup_steps": cfg.warmup_steps,
         "tokens": tokens,
-        "speed": _speed(cfg, ranks, flops, tokens, utilisations),
+        "speed": _speed(cfg, vocab_size, ranks, flops, utilisations),
         "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
 
@@ -120,13 +127,49 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _speed(cfg: Config, gpus: int, flops: float, tokens: int, utilisations: Sequence[float]) -> dict | None:
-    """Tokens/s of all GPUs and hours of the whole run, from FLOPs and model FLOPs utilisation alone."""
+def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, utilisations: Sequence[float]) -> dict | None:
+    """Tokens/s of all GPUs, hours of the whole run, both from FLOPs and utilisation alone, and the waiting."""
     if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the table of peaks is of bf16 products
         return None
-    rates = {mfu: gpus * PEAK_FLOPS[GPU] * mfu / flops for mfu in utilisations}
-    estimates = [{"mfu": mfu, "tokens_per_second": r, "hours": tokens / r / 3600} for mfu, r in rates.items()]
+    estimates, positions = [], cfg.train.global_batch * cfg.train.seq_len
+    for mfu in utilisations:
+        rate = gpus * PEAK_FLOPS[GPU] * mfu / flops
+        seconds = positions / rate
+        waiting = waiting_seconds(cfg, vocab_size, gpus, seconds)
+        hours = cfg.train.steps * seconds / 3600
+        estimates.append({"mfu": mfu, "tokens_per_second": rate, "hours": hours, "waiting": waiting})
     return {"gpu": GPU, "estimates": estimates}
+
+
+def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> float:
+    """Seconds in which a GPU waits for others in an update whose arithmetic takes ``seconds``: an estimate.
+
+    It is by the bytes, links and steps of collectives. Those of blocks run beside the arithmetic, and what they take
+    longer is waited for; so is what embedding, final norm and head take, whose gradients are complete last.
+    """
+    model = build_model(cfg, vocab_size, torch.device("meta"), WORKING_DTYPE[cfg.precision.name])
+    block = sum(p.nbytes for p in model.model.layers[0].parameters())
+    depth = cfg.scale.num_layers
+    rest = sum(p.nbytes for p in model.parameters()) - depth * block
+    shards, micro_batches = cfg.shards(gpus), cfg.train.global_batch // gpus // cfg.micro_batch(gpus)
+
+    def gather(size: float) -> float:
+        """Of an all-gather or a reduce-scatter: a ring through the ranks that share the rows out."""
+        nodes = math.ceil(shards / GPUS_A_NODE)
+        link = NVLINK if nodes == 1 else min(NVLINK, GPUS_A_NODE * NETWORK)
+        return (shards - nodes) * RING[0] + (nodes - 1) * RING[1] + size * (shards - 1) / shards / link
+
+    def reduce(size: float) -> float:
+        """Of an all-reduce of a rank's rows over the copies: a tree of nodes, in each of which some ranks have one."""
+        copies, nodes = gpus // shards, math.ceil(gpus / max(shards, GPUS_A_NODE))
+        here = math.ceil(copies / nodes)
+        link = NVLINK if nodes == 1 else min(NVLINK, here * NETWORK)
+        steps = (here - 1) * TREE[0] + math.log2(nodes) * TREE[1]
+        return 2 * (steps + size / shards * (copies - 1) / copies / link)
+
+    each = seconds / micro_batches  # a block is gathered for both passes, and its gradient reduced
+    gathering = 2 * gather(rest) + max(0.0, 3 * depth * gather(block) - each)
+    return micro_batches * gathering + reduce(rest) + max(0.0, depth * reduce(block) - each * 2 / 3)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -174,9 +217,12 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     else:
         gpus = f"{batch['ranks']} x {speed['gpu']}, {PEAK_FLOPS[speed['gpu']] / 1e12:.0f} TFLOP/s each"
         means = "by FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
+        means += "; waiting for other GPUs, by an estimate, comes on top" if batch["ranks"] > 1 else ""
         yield "time", f"on {gpus}, {means}"
         for e in speed["estimates"]:
-            yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {_time(e['hours']):>16}"
+            share = e["waiting"] * e["tokens_per_second"] / batch["positions"]
+            waiting = f"  +{share:.0%} waiting" if share >= 0.005 else ""
+            yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {_time(e['hours']):>16}{waiting}"
     if paper := p["paper"]["measured"]:
         held = f"{paper['memory_gb']:.2f} GB a GPU with micro-batches of {paper['micro_batch']}, compiled"
         fast = f"; {paper['tokens_per_s_32xh100']:,.0f} tokens/s on 32 H100" if "tokens_per_s_32xh100" in paper else ""

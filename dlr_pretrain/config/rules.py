@@ -24,6 +24,7 @@ READ_IF: list[tuple] = [
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
     ("optimizer.shift", "optimizer.schedule", "loro"),
     ("scale.micro_batch", "train.micro_batch", None, "auto"),
+    ("parallel.shards", "parallel.name", "hsdp"),
     ("train.warmup_ratio", "train.warmup_steps", None),
     ("train.lr_decay", "optimizer.schedule", "cosine"),  # and train.lr_decay_steps
     ("train.max_skipped", "train.on_nonfinite", "skip"),
@@ -68,7 +69,9 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
         if name.startswith(key) and other in values and values[other] not in wanted:
             group, leaf = other.split(".")
             option = values[f"{group}.name" if leaf == "enabled" else other]
-            yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={as_typed(option)}"
+            yield (
+                f"{group}={option}" if leaf in ("enabled", "view", "source", "name") else f"{other}={as_typed(option)}"
+            )
     if name == "data.mask_documents" and "packed" not in (cfg.data.packing, cfg.eval.packing):
         yield f"data.packing={cfg.data.packing} and eval.packing={cfg.eval.packing}"
     if name == "backbone.init" and _starts_from_weights(cfg):
@@ -127,11 +130,14 @@ def _starts_from_weights(cfg: Config) -> bool:
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     batch, streams, micro_batch = cfg.train.global_batch, cfg.num_streams, cfg.train.micro_batch
-    share = batch // world_size
+    share, shards = batch // world_size, cfg.shards(world_size)
 
     def fitting(share: int) -> int:
         return world_size * largest_divisor(share, max(1, USUAL_STREAMS // world_size))
 
+    if world_size % shards:
+        fix = f"Try {largest_divisor(world_size, shards)}, or start {-(-world_size // shards) * shards} ranks"
+        yield Problem("parallel.shards", shards, f"must divide the {world_size} ranks", fix)
     if batch % world_size:
         rule, fix = f"must be a multiple of the {world_size} ranks", f"Try {(share + 1) * world_size}"
         fix += f" data.streams={fitting(share + 1)}" if USUAL_STREAMS % world_size else ""

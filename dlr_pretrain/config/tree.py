@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 HUGE = 1 << 20  # of what a slip of the keyboard could make so large that a check would hang
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
+GPUS_A_NODE = 8  # where torchrun does not say it, for plans
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
@@ -132,7 +133,8 @@ class Precision:
 
 @dataclass
 class Parallel:
-    name: Literal["ddp", "fsdp"] = key("replicated or sharded state", fixed=True)
+    name: Literal["ddp", "fsdp", "hsdp"] = key("replicated or sharded state, or both", fixed=True)
+    shards: int | None = key("ranks that share the state out under hsdp; null: those of a node", None, ge=1, le=HUGE)
 
 
 @dataclass
@@ -281,6 +283,13 @@ class Config:
         if isinstance(self.train.micro_batch, int):
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
+
+    def shards(self, world_size: int) -> int:
+        """The ranks that share one copy of the state out: 1 under ddp, all under fsdp, those of a node under hsdp."""
+        if self.parallel.name != "hsdp":
+            return 1 if self.parallel.name == "ddp" else world_size
+        of_node = os.environ.get("LOCAL_WORLD_SIZE", min(world_size, GPUS_A_NODE))
+        return self.parallel.shards or int(of_node)
 
     @property
     def num_streams(self) -> int:

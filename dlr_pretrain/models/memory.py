@@ -36,8 +36,8 @@ class Memory:
     backward pass, with logits; ``temporaries`` what else is alive at the peak of forward and backward. Those of the
     optimizer are not counted.
 
-    With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what every rank
-    holds whole; ``temporaries`` include gathered rows, and whole gradients before they are reduced to rows.
+    With ``parallel=fsdp`` or ``hsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what
+    every rank holds whole; ``temporaries`` include gathered rows, and whole gradients before they are reduced to rows.
     """
 
     weights: int
@@ -51,7 +51,7 @@ class Memory:
 
 def memory(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     """The memory of ``cfg`` on one of ``ranks`` GPUs; ``state_bytes`` is that of ``optim.optimizer``."""
-    return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks, state_bytes)
+    return (_replicated if cfg.parallel.name == "ddp" else _sharded)(cfg, vocab_size, ranks, state_bytes)
 
 
 def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
@@ -79,15 +79,16 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
-    """The memory of rank 0, which holds the most rows.
+    """The memory of rank 0, which holds the most rows: those of one of ``cfg.shards(ranks)`` parts.
 
     At the peak two blocks are gathered, the current one and the next, and also embedding, final norm and head. The
     whole gradients of these three stay until the end of the backward pass.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
-    own = {name: p[: -(-len(p) // ranks)].to(state) for name, p in model.named_parameters()}  # as by torch.chunk
-    residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), ranks=ranks)
+    shards = cfg.shards(ranks)
+    own = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as by torch.chunk
+    residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), shards=shards)
     trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
     trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
@@ -101,6 +102,8 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     gradients = sum(p.nbytes for p in trained.values())
     optimizer = state_bytes(cfg.optimizer, trained)
     temporaries = peak - kept + 2 * whole
+    if cfg.parallel.name == "hsdp" and working != state:  # torch keeps what it summed over nodes, beside its cast
+        temporaries += sum(p.numel() for p in trained.values()) * working.itemsize
     start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model
     total = weights + max(start, optimizer + gradients + kept + temporaries)
     return Memory(weights, 0, gradients, optimizer, kept, temporaries, total)
@@ -167,10 +170,10 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | None = None, ranks: int = 1) -> int:
+def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | None = None, shards: int = 1) -> int:
     """Bytes that the residuals of ``model`` take beside its weights and their ``values``, if there are masters.
 
-    Rank 0 of several ``ranks`` has those of its rows.
+    Rank 0 of several ``shards`` has those of its rows.
     """
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual":
         return 0
@@ -179,5 +182,5 @@ def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | No
     residuals.put_in()
     whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
     rows = {name: of.rows for name, of in entries(model, cfg.dlr).items()}
-    own = sum(int((of < -(-len(parameters[name]) // ranks)).sum()) for name, of in rows.items())
+    own = sum(int((of < -(-len(parameters[name]) // shards)).sum()) for name, of in rows.items())
     return whole + (residuals.nbytes() - whole) * own // sum(map(len, rows.values()))

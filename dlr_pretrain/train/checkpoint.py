@@ -10,8 +10,8 @@ folder is renamed. A checkpoint that is to go is first renamed, then deleted. So
 once; checksums tell whether it still is.
 
 The model's tensors are what the optimizer updates: fp32 masters if there are any, and B without its residual. If every
-rank holds a tensor, one rank writes it. If a tensor is sharded by rows, each rank writes its own rows. Any number of
-ranks can read both kinds.
+rank holds a tensor, one rank writes it. If a tensor is sharded by rows, each rank writes its own rows, or if several
+ranks hold these, one of them. Any number of ranks can read both kinds.
 """
 
 from __future__ import annotations
@@ -68,14 +68,19 @@ class TensorRows(NamedTuple):
 
 
 def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, TensorRows]:
-    """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes."""
+    """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes.
+
+    Of rows that are on several ranks, these ranks write those of one tensor after the other, in turn.
+    """
     tensors = {f"model/{name}": tensor.detach() for name, tensor in snapshot.model.items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in snapshot.optimizer.items()}
     pieces, loads = {}, [0] * world_size
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
+    for turn, (name, tensor) in enumerate(ordered):
         if sharded.is_sharded(tensor):
             first, end = sharded.span(tensor)
-            if first < end:
+            copy, copies = sharded.copy_of(tensor)
+            if first < end and turn % copies == copy:
                 pieces[name] = TensorRows(sharded.local_rows(tensor), first, tensor.shape[0])
         else:
             writer = loads.index(min(loads))

@@ -133,7 +133,9 @@ class Guard:
         They differ if GPUs of several kinds compute unequal initial values or updates.
         """
         sums, finite = zip(*self.ranks.gather((checksums(tensors), all_finite(tensors))), strict=True)
-        differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
+        seen: dict[tuple[str, int], int] = {}
+        pairs = (pair for own in sums for pair in own.items())
+        differ = list(dict.fromkeys(key[0] for key, own in pairs if seen.setdefault(key, own) != own))
         if all(finite) and not differ:
             return
         with suppress(UserError):
@@ -186,11 +188,17 @@ class Guard:
 
 
 @torch.no_grad()
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A sum over the bytes of each tensor that every rank holds whole: equal tensors have equal sums."""
-    whole = {name: value for name, value in tensors.items() if not sharded.is_sharded(value)}
-    sums = [t.contiguous().flatten().view(torch.int8).sum(dtype=torch.int64) for t in whole.values()]
-    return dict(zip(whole, torch.stack(sums).tolist(), strict=True)) if whole else {}
+def checksums(tensors: Mapping[str, Tensor]) -> dict[tuple[str, int], int]:
+    """A sum over the bytes of what several ranks hold: equal values have equal sums.
+
+    Keys are a tensor's name and the first row, which is 0 for a tensor that every rank holds whole.
+    """
+    held = {(name, 0): value for name, value in tensors.items() if not sharded.is_sharded(value)}
+    for name, value in tensors.items():
+        if sharded.copy_of(value)[1] > 1:
+            held[name, sharded.span(value)[0]] = sharded.local_rows(value)
+    sums = [t.contiguous().flatten().view(torch.int8).sum(dtype=torch.int64) for t in held.values()]
+    return dict(zip(held, torch.stack(sums).tolist(), strict=True)) if held else {}
 
 
 @torch.no_grad()

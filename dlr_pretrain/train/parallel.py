@@ -1,8 +1,11 @@
-"""A model on many devices: replicated (DDP), or sharded by rows (``parallel=fsdp``).
+"""A model on many devices: replicated (DDP), sharded by rows (``parallel=fsdp``), or both (``parallel=hsdp``).
 
 FSDP: each rank holds its rows of every parameter, gradient and moment; blocks are gathered as they run, the rest for
 the step. The sharded tensors are the state: under ``bf16_mixed`` fp32 rows, which are rounded when they are gathered.
-Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
+torch gathers the next block while one runs. Source: Rajbhandari et al. (ZeRO stage 3, 2020), as ``fully_shard``.
+
+HSDP: the ranks of a node share the rows out, and each node has a copy. Weights are gathered within a node alone; rows
+of gradients are summed over the nodes once an update.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dlr_pretrain.util.tensors import WORKING_DTYPE, global_norm
 ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
 
 
-def shard_(model: Llama, precision: str) -> None:
+def shard_(cfg: Config, model: Llama) -> None:
     """Leave on this rank its rows of the parameters of ``model``.
 
     Gradients are summed over ranks, not averaged, because the loss is divided by the global count.
@@ -39,12 +42,17 @@ def shard_(model: Llama, precision: str) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one rank needs no network, and NCCL looks for one
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(WORKING_DTYPE[precision], cast_forward_inputs=False)
+    ranks = dist.get_world_size()
+    shards = cfg.shards(ranks)
+    if cfg.parallel.name == "hsdp":  # the ranks of a node follow each other
+        mesh = init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (shards,))
+    policy = MixedPrecisionPolicy(WORKING_DTYPE[cfg.precision.name], cast_forward_inputs=False)
     for module in (*model.model.layers, model):
-        shards = fully_shard(module, mesh=mesh, mp_policy=policy)
-        shards.set_gradient_divide_factor(1.0)
-        shards.set_force_sum_reduction_for_comms(True)
+        sharded_module = fully_shard(module, mesh=mesh, mp_policy=policy)
+        sharded_module.set_gradient_divide_factor(1.0)
+        sharded_module.set_force_sum_reduction_for_comms(True)
 
 
 def is_fsdp(model: Llama) -> bool:
@@ -68,9 +76,14 @@ def replicated(model: Llama, world_size: int) -> Any:
 def summing(module: Any, last: bool) -> AbstractContextManager[None]:
     """Within this context, backward passes sum gradients over ranks, if the micro-batch is the ``last`` of a step.
 
-    FSDP sums after every micro-batch.
+    FSDP sums after every micro-batch, because whole gradients would need the memory that it saves. HSDP does so within
+    a node, in the dtype of the working weights, and sums over nodes in the ``last``.
     """
-    return nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
+    if isinstance(module, DistributedDataParallel):
+        return nullcontext() if last else module.no_sync()
+    if is_fsdp(module):
+        module.set_requires_all_reduce(last)
+    return nullcontext()
 
 
 def clear_gradients(module: Any, parameters: Sequence[Tensor]) -> None:

@@ -71,7 +71,7 @@ def new_model(
 
     Rank 0 draws the values (or decomposes them, for LOST) and sends them: other machines might round an SVD
     differently. Without ``initialize`` there are no values yet, for a checkpoint to be loaded into. Under
-    ``parallel=fsdp`` this rank keeps its rows.
+    ``parallel=fsdp`` and ``hsdp`` this rank keeps its rows.
     """
     model = build_model(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
     if pretrained is not None and ranks.is_main:
@@ -80,8 +80,8 @@ def new_model(
             add_(model.state_dict(), model, cfg.dlr, share=-1.0)
     if initialize:
         ranks.broadcast(model.state_dict().values())
-    if cfg.parallel.name == "fsdp":
-        shard_(model, cfg.precision.name)
+    if cfg.parallel.name != "ddp":
+        shard_(cfg, model)
     return model
 
 

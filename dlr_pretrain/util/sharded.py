@@ -1,7 +1,8 @@
 """Sharded tensors, of which each rank holds some rows: DTensors that are sharded on their first dimension.
 
+The last dimension of their mesh has the ranks that share the rows out; along a first one, if any, others hold copies.
 Every function also takes plain tensors, of which a rank holds all rows. DTensors are recognised by an attribute and not
-by their class: importing it takes half a second, and only ``parallel=fsdp`` makes them.
+by their class: importing it takes half a second, and only ``parallel=fsdp`` and ``hsdp`` make them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ def span(tensor: Tensor) -> tuple[int, int]:
     """The range [first, end) of the rows of ``tensor`` that this rank holds, divided as by torch.chunk."""
     if not is_sharded(tensor):
         return 0, len(tensor)
-    if [placement.is_shard(0) for placement in tensor.placements] != [True]:
+    mesh, (*copies, rows) = tensor.device_mesh, tensor.placements
+    if not rows.is_shard(0) or any(not placement.is_replicate() for placement in copies):
         raise ValueError(f"tensors are sharded by rows here, and not this one: {tensor}")
     count = tensor.shape[0]
-    each = -(-count // tensor.device_mesh.size())
-    first = min(each * tensor.device_mesh.get_local_rank(), count)
+    each = -(-count // mesh.size(mesh.ndim - 1))
+    first = min(each * mesh.get_local_rank(mesh.ndim - 1), count)
     return first, min(first + each, count)
+
+
+def copy_of(tensor: Tensor) -> tuple[int, int]:
+    """Which copy of its rows of ``tensor`` this rank holds, and the number of copies that there are."""
+    mesh = tensor.device_mesh if is_sharded(tensor) else None
+    return (mesh.get_local_rank(0), mesh.size(0)) if mesh is not None and mesh.ndim == 2 else (0, 1)
 
 
 def local_rows(tensor: Tensor) -> Tensor:
@@ -80,7 +88,13 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def summed_(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` summed in place over the ranks that hold rows of ``like``; all of them must call."""
-    if is_sharded(like):
-        torch.distributed.all_reduce(tensor, group=like.device_mesh.get_group())
-    return tensor
+    """``tensor`` summed over the ranks that share out the rows of ``like``; all of them must call.
+
+    In the order of ranks: an all-reduce may add in another order on every node, and copies would drift apart.
+    """
+    if not is_sharded(like):
+        return tensor
+    mesh, shards = like.device_mesh, like.device_mesh.ndim - 1
+    parts = tensor.new_empty(mesh.size(shards), tensor.numel())
+    torch.distributed.all_gather_into_tensor(parts, tensor.reshape(1, -1), group=mesh.get_group(shards))
+    return parts.sum(0).view(tensor.shape)

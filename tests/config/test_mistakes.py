@@ -57,6 +57,8 @@ MISTAKES = {  # a command line, and what the one line about it names
     "optimizer.eps=1e-300": ["optimizer.eps=1e-300", "at least 1e-30"],
     # rules of the backbone, the optimizer and DLR
     "optimizer=adamw_8bit parallel=fsdp": ["8-bit moments come in whole blocks", "Use parallel=ddp"],
+    "optimizer=muon parallel=hsdp": ["parallel=hsdp shards them", "Use parallel=ddp"],
+    "parallel=fsdp parallel.shards=2": ["parallel.shards=2: would be ignored: parallel=fsdp"],
     "optimizer=galore": ["optimizer=galore", "backbone=lowrank", "Use backbone=full"],
     "optimizer=loro backbone=cola dlr=on": ["optimizer=loro", "backbone=cola", "Use backbone=lowrank"],
     "optimizer=loro optimizer.shift=30": ["optimizer.shift=30", "a multiple of optimizer.exact_every=50", "270"],
@@ -133,6 +135,17 @@ def test_the_batch_must_fit_the_ranks():
     assert refusal("train.global_batch=512", ranks=3)[0].endswith("the 3 ranks. Try 513 data.streams=57")
     (found,) = refusal("train.global_batch=12", ranks=6)
     assert found.startswith("data.streams=4") and "Set data.streams=12 before the first start, or start 4" in found
+
+
+def test_the_shards_must_divide_the_ranks(monkeypatch):
+    (found,) = refusal("parallel=hsdp", "parallel.shards=3", ranks=4)
+    assert found == "parallel.shards=3: must divide the 4 ranks. Try 2, or start 6 ranks"
+    assert load([*SMALL, "parallel=hsdp", "train.global_batch=32"], 32).shards(32) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert load([*SMALL, "parallel=hsdp"], 8).shards(8) == 4
+    assert refusal("parallel=hsdp", "train.global_batch=12", "data.streams=6", ranks=6)[0].startswith(
+        "parallel.shards=4"
+    )
 
 
 def test_nearest_key():

@@ -126,14 +126,16 @@ def test_eager_code_takes_the_memory_of_the_plan(update, words):
 
 
 @pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks(update, parallel, compiled):
+@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_several_ranks(update, parallel, ranks, compiled):
     """No rank waits; each sums the counts and the loss, and DDP its buckets or FSDP each block's rows.
 
-    The plan of FSDP is a bound: it counts all that may be gathered at a time.
+    The plan of FSDP is a bound: it counts all that may be gathered at a time. HSDP has two copies of two shards.
     """
     least, most = (0.95, 1.05) if parallel == "ddp" else (0.85, 1.0)
-    for found in update("backbone=cola", "dlr=on", compiled, f"parallel={parallel}", "train.micro_batch=4", ranks=2):
+    words = (f"parallel={parallel}", "train.micro_batch=4", f"train.global_batch={8 * ranks}")
+    words += ("parallel.shards=2",) if parallel == "hsdp" else ()
+    for found in update("backbone=cola", "dlr=on", compiled, *words, ranks=ranks):
         assert found["waits"] == []
         assert found["graph_breaks"] == {} and found["recompiled"] == 0
         assert found["collectives"] > 2

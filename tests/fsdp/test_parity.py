@@ -1,4 +1,4 @@
-"""``parallel=fsdp`` trains as ``ddp`` does, and a rank holds its share of weights and moments."""
+"""``parallel=fsdp`` and ``hsdp`` train as ``ddp`` does, and a rank holds its share of weights and moments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.models import attach_dlr
 from dlr_pretrain.models.memory import memory
 from dlr_pretrain.optim.optimizer import state_bytes
+from dlr_pretrain.train.guard import checksums
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
@@ -69,6 +70,47 @@ def test_shards_train_as_replicas_do_by_default(choice):
     on_two_ranks(act)
 
 
+@pytest.mark.parametrize(("shards", "precision"), [(1, "bf16_mixed"), (2, "bf16")])
+def test_copies_and_shards_alone_train_to_the_very_bits_of_replicas(shards, precision):
+    """Of hsdp on two ranks: two copies are ddp, and one copy is fsdp, which sums micro-batches in the state's dtype."""
+
+    def act(ranks):
+        words = (*EXACT[:1], *EXACT[2:], "train.micro_batch=2", "backbone=cola", "dlr=on", f"precision={precision}")
+        other = run(ranks, *words, f"parallel={BOTH[shards - 1]}")
+        both = run(ranks, *words, "parallel=hsdp", f"parallel.shards={shards}")
+        assert both.losses == other.losses
+        assert both.norms == pytest.approx(other.norms, rel=1e-6)
+        assert_bits(both.state, other.state)
+        assert_bits(both.folded, other.folded)
+
+    on_two_ranks(act)
+
+
+@full
+@pytest.mark.parametrize("choice", [("dlr=learnable_alpha",), ("dlr=on", "precision=bf16_mixed")], ids=named)
+def test_two_copies_of_two_shards_train_as_one_process_and_as_shards_do(choice, tmp_path):
+    """To the rounding of sums. Clipping is on, and the copies stay equal to the bit: their norms do."""
+    words = ("backbone=cola", *choice, "train.micro_batch=1", "scale.intermediate_size=91")
+
+    def alone():
+        with Ranks(config()) as ranks:
+            torch.save(run(ranks, *words).losses, tmp_path / "losses")
+
+    def act():
+        with Ranks(config()) as ranks:
+            shards = run(ranks, *words, "parallel=fsdp")
+            both = run(ranks, *words, "parallel=hsdp", "parallel.shards=2")
+            rel = 2e-3 if "precision=bf16_mixed" in words else 3e-6
+            assert both.losses == pytest.approx(torch.load(tmp_path / "losses"), rel=rel)
+            assert both.losses == pytest.approx(shards.losses, rel=rel)
+            assert both.norms == pytest.approx(shards.norms, rel=30 * rel)
+            first, *others = ranks.gather((both.losses, both.norms, checksums(both.state)))
+            assert all(other == first for other in others)
+
+    on_ranks(alone, 1)
+    on_ranks(act, 4)
+
+
 def test_one_rank_without_torchrun_is_sharded_too():
     def act():
         words = ("backbone=cola", "dlr=on", "precision=bf16_mixed")
@@ -82,13 +124,14 @@ def test_one_rank_without_torchrun_is_sharded_too():
     on_ranks(act, 1)
 
 
-@pytest.mark.parametrize("parallel", BOTH)
+@pytest.mark.parametrize("parallel", [*BOTH, pytest.param("hsdp", marks=full)])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
 def test_a_plan_counts_what_rank_0_holds(parallel, precision):
     """Every parameter, gradient and moment, to the byte, where rows are odd."""
 
     def act(ranks):
         words = ("backbone=cola", "dlr=learnable_alpha", f"precision={precision}", f"parallel={parallel}")
+        words += ("parallel.shards=1",) if parallel == "hsdp" else ()
         cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null")
         updates = trial(cfg, ranks, VOCAB)
         optimizer, held = updates.optimizer, {}

@@ -1,4 +1,4 @@
-"""Whole runs of ``parallel=fsdp``: evaluated, saved, resumed on other ranks and as replicas, folded, compiled."""
+"""Whole runs of ``parallel=fsdp`` and ``hsdp``: evaluated, saved, resumed on other ranks, folded, compiled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 
+from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import Stopped
 from tests.conftest import forked, saved
 from tests.fsdp.steps import assert_bits
@@ -23,12 +24,13 @@ def stopped(words: list[str], ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_interrupted_twice_equals_undisturbed(words, tmp_path):
-    given = (*CHOICE, "precision=bf16_mixed", "eval.tokens=900", "parallel=fsdp")
-    forked(words(f"run.dir={tmp_path}/whole", *given), 2)
+@pytest.mark.parametrize(("parallel", "ranks"), [("parallel=fsdp", 2), ("parallel=hsdp parallel.shards=2", 4)])
+def test_interrupted_twice_equals_undisturbed(words, tmp_path, parallel, ranks):
+    given = (*CHOICE, "precision=bf16_mixed", "eval.tokens=900", *parallel.split())
+    forked(words(f"run.dir={tmp_path}/whole", *given), ranks)
     for stop in (4, 9):
-        stopped(words(f"run.dir={tmp_path}/parts", *given, f"train.stop_after={stop}"), 2)
-    forked(words(f"run.dir={tmp_path}/parts", *given), 2)
+        stopped(words(f"run.dir={tmp_path}/parts", *given, f"train.stop_after={stop}"), ranks)
+    forked(words(f"run.dir={tmp_path}/parts", *given), ranks)
     assert_same(final(tmp_path / "parts"), final(tmp_path / "whole"))
     newest = (path / "checkpoints" / "step_00000012" for path in (tmp_path / "whole", tmp_path / "parts"))
     assert_bits(*map(saved, newest))
@@ -44,6 +46,30 @@ def test_replicas_then_shards_then_replicas_on_other_ranks(train, words, tmp_pat
         train(tmp_path / "parts", *given, "train.stop_after=3")
     stopped(words(here, *given, "parallel=fsdp", "train.stop_after=6"), 2)
     stopped(words(here, *given, "parallel=fsdp", "train.stop_after=9"), 3)
+    train(tmp_path / "parts", *given)
+    parts = final(tmp_path / "parts")
+    assert [r["step"] for r in parts[1]] == list(range(1, 13))
+    for a, b in zip(parts[1], whole[1], strict=True):
+        for name in b.keys() & {"train/loss", "eval/loss"}:
+            assert a[name] == pytest.approx(b[name], rel=2e-5)
+
+
+@pytest.mark.full
+def test_replicas_then_copies_of_shards_then_shards(train, words, tmp_path):
+    """1 rank, 2 copies of 2 shards twice, 2 shards, 1 rank: losses as of one rank, to rounding; rows are saved once."""
+    given = (*CHOICE, "optimizer=adamw", "scale.intermediate_size=91", "train.micro_batch=1", "train.global_batch=8")
+    whole = final(train(tmp_path / "whole", *given))
+    here, hsdp = f"run.dir={tmp_path}/parts", ("parallel=hsdp", "parallel.shards=2")
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *given, "train.stop_after=3")
+    stopped(words(here, *given, *hsdp, "train.stop_after=5"), 4)
+    found = checkpoint.load(tmp_path / "parts" / "checkpoints" / "step_00000005")
+    for tensor in filter(lambda tensor: tensor.shape, (found.model | found.optimizer).values()):
+        assert sum(piece.get_shape()[0] for _, piece in tensor.pieces) == tensor.shape[0]
+    sizes = [part.stat().st_size for part in found.path.glob("part_*")]
+    assert len(sizes) == 4 and max(sizes) < 1.2 * min(sizes)
+    stopped(words(here, *given, *hsdp, "train.stop_after=7"), 4)
+    stopped(words(here, *given, "parallel=fsdp", "train.stop_after=9"), 2)
     train(tmp_path / "parts", *given)
     parts = final(tmp_path / "parts")
     assert [r["step"] for r in parts[1]] == list(range(1, 13))

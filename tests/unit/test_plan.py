@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
+from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render, waiting_seconds
 from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -130,6 +130,24 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
     short = config(*TINY, "precision=fp32")
     assert plan(short, 1)["speed"] is None and "not of fp32" in " ".join(render(plan(short, 1)).split())
     assert printed("measured", "cola+dlr", "7b")["memory_gb"] == 27.03 and printed("measured", "lora", "1b") is None
+
+
+def test_waiting_is_that_of_the_links():
+    """Of many nodes, a ring through all GPUs takes long, and rings within nodes as long as in one node."""
+
+    def waiting(parallel: str, gpus: int, seconds: float) -> float:
+        batch = (f"train.global_batch={16 * gpus}", f"data.streams={gpus}")
+        cfg = config("scale=1b", "backbone=cola", f"parallel={parallel}", *batch, ranks=gpus)
+        return waiting_seconds(cfg, 32_000, gpus, seconds)
+
+    assert waiting("ddp", 1, 0.05) == waiting("fsdp", 1, 0.05) == 0
+    rest = 2 * (2 * 32_000 + 1) * 2048  # bytes of embedding, head and final norm
+    assert waiting("ddp", 8, 1.0) == pytest.approx(2 * (7 * 1.2e-6 + rest * 7 / 8 / 360e9), rel=1e-6)
+    assert waiting("hsdp", 8, 0.05) == waiting("fsdp", 8, 0.05) < waiting("hsdp", 64, 0.05) < 0.005
+    assert waiting("hsdp", 1024, 0.05) < 0.005 < 20 * waiting("hsdp", 1024, 0.05) < waiting("fsdp", 1024, 0.05)
+    assert waiting("ddp", 32, 0.0) == pytest.approx(2 * 609.3e6 * 2 / 320e9, rel=0.2)  # nothing is hidden
+    text = render(plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32))
+    assert "MFU 0.35" in text and "+4% waiting" in text
 
 
 @pytest.mark.parametrize(("words", "error"), [
