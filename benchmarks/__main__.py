@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks import results
 from dlr_pretrain.cli import load
@@ -32,6 +33,9 @@ PARTS = {
     "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
     "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
 }
+if TYPE_CHECKING:
+    from benchmarks.peers import Peer
+
 Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
 Keep = Callable[[dict], None]  # writes the results so far
 
@@ -81,10 +85,10 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: 
     return steps(given, {"ours": overrides}, [peers.Peer(place, cfg.scale.name) for place in given.peer], keep)
 
 
-def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list, keep: Keep) -> Measured:
+def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer], keep: Keep) -> Measured:
     from benchmarks import step
 
-    began, timed = time.monotonic(), unchecked(given, chosen)
+    began, timed = time.monotonic(), unchecked(given, chosen, beside)
     before = timed | {"checked_at": git_state()} if timed else {}  # the times keep their commit and machine
     found = before | step.measure(
         chosen,
@@ -102,14 +106,17 @@ def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list,
     return found, results.STEPS, right
 
 
-def unchecked(given: argparse.Namespace, chosen: dict[str, list[str]]) -> dict | None:
+def unchecked(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer]) -> dict | None:
     """What the same command has measured before without a check of its losses, if it was enough to be kept."""
     if not (given.no_parity and given.json and given.json.exists()):
         return None
     found = json.loads(given.json.read_text())
-    rows = [v for v in found["variants"] if "error" not in v]
-    same = {v["name"]: v["overrides"] for v in rows if v["name"] in chosen}.items() <= chosen.items()
-    return found if same and rows and len(rows[0]["seconds"]) >= min(ENOUGH, given.rounds) else None
+    asked = chosen | {peer.name: None for peer in beside}
+    rows = {v["name"]: v for v in found["variants"] if not v["name"].endswith(results.NOISE)}
+    if {name: row["overrides"] for name, row in rows.items()} != asked:
+        return None
+    rounds = len(rows[next(iter(chosen))]["seconds"])
+    return found if rounds >= min(ENOUGH, given.rounds) else None
 
 
 def memory(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:

@@ -65,7 +65,8 @@ def products(cfg: Config, device: torch.device, dtype: torch.dtype, positions: t
     for m in positions:
         for layer in layers.values():
             for name, flops, act in multiplications(layer, m, device, dtype):
-                yield row_of(f"{cfg.scale.name}, {m} x {'/'.join(layer.spec.names)} {name}", flops, act, device)
+                full = f"{cfg.scale.name} {'/'.join(layer.spec.names)} {name}".replace("_proj", "")
+                yield row_of(full, flops, act, device) | {"positions": m}
 
 
 def multiplications(

@@ -36,7 +36,7 @@ pack() { # folder: wheels of what such a machine may lack, for its Python (PACK_
   if [ -d "${TOKENS:-}" ]; then tar c -C "$TOKENS" . | xz -3 >"$into/tokens.tar.xz"; else
     echo "not packed: tokens; TOKENS names no folder of prepare_data.py. Slices e and f would train on data=sample"
   fi
-  du -ck "$into"/* | awk '{ printf "%6.1f MiB  %s\n", $1 / 1024, $2 }'
+  du -csk "$into"/* | awk '{ printf "%6.1f MiB  %s\n", $1 / 1024, $2 }'
   echo "slice a, c, d take wheels along; b also tf448 and peers; e and f wheels and tokens.tar.xz"
 }
 
@@ -161,16 +161,18 @@ slice_d() { # the host may set the pace of few sequences
 }
 
 trained() { # backbones: runs with and without DLR, two rates, two seeds; the first seed of everything comes first
-  local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice text=(experiment=evidence_60m "data.root=${TOKENS:-TOKENS}")
+  local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$1
+  local text=(experiment=evidence_60m "data.root=${TOKENS:-TOKENS}")
   if [ "$stage" = times ] && [ ! -d "${TOKENS:-}" ]; then
     text=(experiment=evidence_60m data=sample eval.tokens=20_000)
     echo "$slice runs: TOKENS names no folder of prepare_data.py; the sample of this project is the text"
   fi
+  if [ -n "${GPU_REHEARSAL:-}" ]; then backbones=${1%%,*}; fi
   packing "$folder" &
   local packer=$!
-  once runs 760 "$python" slurm/submit.py --local --limit "${JOBS:-4}" "${text[@]}" "device=${GPU_RUNS_DEVICE:-$device}" \
+  once runs 760 "$python" slurm/submit.py --local --limit "${JOBS:-4}" "${text[@]}" "device=$trains_on" \
     "run.root=$folder" "train.steps=${STEPS:-280}" "eval.every=$((${STEPS:-280} / 4))" \
-    "checkpoint.every=$((${STEPS:-280} / 4))" "${tiny[@]}" seed=42,43 "backbone=$1" train.lr=0.003,0.01 dlr=off,on
+    "checkpoint.every=$((${STEPS:-280} / 4))" "${tiny[@]}" "$seeds" "backbone=$backbones" train.lr=0.003,0.01 dlr=off,on
   kill $packer 2>/dev/null
   wait $packer 2>/dev/null
   packed "$folder"
@@ -193,11 +195,12 @@ out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
 shift
 slices=("$@")
 [ ${#slices[@]} -gt 0 ] || slices=(a b c d e f)
-device=cuda rows_60m=512 few_60m=128 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true autotune=compile=max-autotune
+device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 few_60m=128 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true autotune=compile=max-autotune
 small=() few_layers=() tiny=() collect=() rounds=(--rounds 30) trace=(--trace)
 if [ -n "${GPU_REHEARSAL:-}" ]; then
   rows_60m=4 few_60m=2 rows_1b=4 few_1b=2 rows_7b=2 compiled=${REHEARSED_COMPILE:-compile=false} autotune=$compiled
   few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
+  trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in has not
   small=("${few_layers[@]}" "$compiled")
   tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
     train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)

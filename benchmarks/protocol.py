@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -53,22 +53,27 @@ def interleaved(
 
 
 def traced(act: Callable[[], object], device: torch.device) -> dict:
-    """What the device did during ``act``: milliseconds from its first kernel to the end of its last one, how many of
-    these it was busy, kernels (with copies and fills), and the name, number and milliseconds of the longest ones."""
+    """The ``summary`` of what the device does during ``act``."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         act()
         torch.cuda.synchronize(device)
-    kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events() if on_gpu(e))
+    return summary([(e.time_range.start, e.time_range.end, e.name) for e in seen.events() if on_gpu(e)])
+
+
+def summary(kernels: Iterable[tuple[float, float, str]]) -> dict:
+    """Of kernels (with copies and fills), given as start and end in microseconds and a name: the milliseconds from the
+    first start to the last end, those in which the device was busy, and the number; of the longest names, the same."""
+    kernels = sorted(kernels)
     busy, until, by_name = 0.0, 0.0, defaultdict(list)
     for start, end, name in kernels:
         busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
-        by_name[name[:100]].append((end - start) / 1e3)
+        by_name[name[:100]].append(end - start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:30]
     return {
         "ms": (until - kernels[0][0]) / 1e3 if kernels else 0.0,
         "busy_ms": busy / 1e3,
         "kernels": len(kernels),
-        "longest": [[name, len(times), sum(times)] for name, times in longest],
+        "longest": [[name, len(times), sum(times) / 1e3] for name, times in longest],
     }
 
 

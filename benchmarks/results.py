@@ -15,6 +15,7 @@ from dlr_pretrain.train.record import git_state, versions
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import markdown_table
 
+NOISE = ", once more"  # in the name of a row: the first variant, measured a second time
 Columns = Mapping[str, Callable[[dict], str | bool | None]]
 
 
@@ -29,6 +30,7 @@ def about() -> dict[str, str]:
         "python": platform.python_version(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "commit": git_state() or "unknown",
+        **({"rehearsal": "no number means anything"} if os.environ.get("GPU_REHEARSAL") else {}),
     }
 
 
@@ -104,6 +106,7 @@ DATA: Columns = {
 }
 CARD: Columns = {
     "what": lambda v: v["name"],
+    "positions": lambda v: "positions" in v and f"{v['positions']:,}",
     "ms": lambda v: "ms" in v and f"{v['ms']:.4g}",
     "TFLOP/s": lambda v: v.get("flops_per_second") and f"{v['flops_per_second'] / 1e12:.4g}",
     "GB/s": lambda v: "GB/s" in v and f"{v['GB/s']:,.0f}",

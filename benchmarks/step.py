@@ -14,14 +14,13 @@ import torch
 from benchmarks.parity import References, Verdict, difference, losses
 from benchmarks.peers import Peer, as_batch, peer_ids
 from benchmarks.protocol import best_product, interleaved, paired, seconds, traced, warm_up_products
+from benchmarks.results import NOISE
 from benchmarks.variants import BY_BRANCH, Variant, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import first_line, write_to_stderr
 from dlr_pretrain.util.tensors import WORKING_DTYPE
-
-NOISE = ", once more"
 
 
 class Comparison:
@@ -42,7 +41,8 @@ class Comparison:
     def variant(self, name: str) -> Variant:
         """The variant that was built, or a new one that nobody else holds."""
         of = self.ours[name]
-        return self.built.get(name) or Variant(name, self.configs[of], self.ranks, BY_BRANCH in self.overrides[of])
+        by_branch = BY_BRANCH in self.overrides[of]
+        return self.built.get(name) or Variant(name, self.configs[of], self.ranks, by_branch=by_branch)
 
     def build(self) -> None:
         self.built = {name: self.variant(name) for name in self.ours}
