@@ -208,7 +208,7 @@ fi
 declare -A seconds=([a]=720 [b]=720 [c]=720 [d]=720 [e]=780 [f]=780)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=()
-if [ "${slices[*]}" = list ]; then
+if [[ " ${slices[*]} " = *" list "* ]]; then
   stage=list
   for slice in a b c d e f; do slice_$slice; done
   exit

@@ -9,6 +9,7 @@ stay as they were. Of the runs of slices e and f it has the configuration that v
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import re
@@ -141,9 +142,11 @@ def read(table: Path) -> list[dict]:
     return [json.loads(line) for line in gzip.decompress(table.read_bytes()).splitlines()] if table.exists() else []
 
 
-def main(*folders: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="of results of gpu.sh, to be added to the table")
     found = {(line["slice"], line["name"]): line for line in read(TABLE)}
-    for folder in folders:
+    for folder in parser.parse_args().folders:
         new = {(line["slice"], line["name"]): line for line in collected(Path(folder))}
         if any("rehearsal" in line for line in new.values()):
             sys.exit(f"error: {folder} holds a rehearsal, whose numbers mean nothing")
@@ -154,4 +157,4 @@ def main(*folders: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
