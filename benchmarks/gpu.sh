@@ -66,9 +66,9 @@ limited() { # name, most seconds, command: its output goes to the slice's log; i
     return 1
   fi
   left=$((until - SECONDS))
-  if [ $left -lt 15 ]; then echo "$slice $name: no time is left" && failed+=("$name") && return 1; fi
+  if [ $left -lt 25 ]; then echo "$slice $name: no time is left" && failed+=("$name") && return 1; fi
   echo "== $slice $name, $left s are left" | tee -a "$log"
-  timeout -k 5 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
+  timeout -k 20 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
   cat "$out/$slice/running.txt" >>"$log"
   tail -n "${TAIL:-12}" "$out/$slice/running.txt"
   rm "$out/$slice/running.txt"
@@ -190,45 +190,49 @@ packed() { # folder of runs: their records, whole at any time
 slice_e() { trained cola,lowrank; }
 slice_f() { JOBS=${JOBS:-6} trained lost,lax,cola_lax; }
 
-if [ "${1:-}" = pack ]; then pack "${2:?usage: benchmarks/gpu.sh pack DIR}" && exit; exit 1; fi
-out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
-shift
-slices=("$@")
-[ ${#slices[@]} -gt 0 ] || slices=(a b c d e f)
-device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 few_60m=128 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true autotune=compile=max-autotune
-small=() few_layers=() tiny=() collect=() rounds=(--rounds 30) trace=(--trace)
-if [ -n "${GPU_REHEARSAL:-}" ]; then
-  rows_60m=4 few_60m=2 rows_1b=4 few_1b=2 rows_7b=2 compiled=${REHEARSED_COMPILE:-compile=false} autotune=$compiled
-  few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
-  trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in has not
-  small=("${few_layers[@]}" "$compiled")
-  tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
-    train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)
-fi
-declare -A seconds=([a]=720 [b]=720 [c]=720 [d]=720 [e]=780 [f]=780)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-failed=()
-if [[ " ${slices[*]} " = *" list "* ]]; then
-  stage=list
-  for slice in a b c d e f; do slice_$slice; done
-  exit
-fi
-for slice in "${slices[@]}"; do
-  if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are a b c d e f" >&2 && exit 2; fi
-done
-unpack || exit
-export PEERS_DIR=${PEERS_DIR:-peers}
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  echo "no GPU answers to $python: nothing here would be measured" >&2
-  exit 2
-fi
-for slice in "${slices[@]}"; do
-  mkdir -p "$out/$slice"
-  log=$out/$slice/log.txt
-  until=$((SECONDS + (${LIMIT:-9999} < seconds[$slice] ? LIMIT : seconds[$slice])))
-  for stage in times check; do slice_$slice; done
-done
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "failed, or not ended: ${failed[*]}; the logs are in $out"
-  exit 1
-fi
+main() { # is read whole before it begins, so that an edit of this file does not change a running one
+  if [ "${1:-}" = pack ]; then pack "${2:?usage: benchmarks/gpu.sh pack DIR}" && exit; exit 1; fi
+  out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
+  shift
+  slices=("$@")
+  [ ${#slices[@]} -gt 0 ] || slices=(a b c d e f)
+  device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 few_60m=128 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true autotune=compile=max-autotune
+  small=() few_layers=() tiny=() collect=() rounds=(--rounds 30) trace=(--trace)
+  if [ -n "${GPU_REHEARSAL:-}" ]; then
+    rows_60m=4 few_60m=2 rows_1b=4 few_1b=2 rows_7b=2 compiled=${REHEARSED_COMPILE:-compile=false} autotune=$compiled
+    few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
+    trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in has not
+    small=("${few_layers[@]}" "$compiled")
+    tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
+      train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)
+  fi
+  declare -gA seconds=([a]=720 [b]=720 [c]=720 [d]=720 [e]=780 [f]=780)
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+  failed=()
+  if [[ " ${slices[*]} " = *" list "* ]]; then
+    stage=list
+    for slice in a b c d e f; do slice_$slice; done
+    exit
+  fi
+  for slice in "${slices[@]}"; do
+    if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are a b c d e f" >&2 && exit 2; fi
+  done
+  unpack || exit
+  export PEERS_DIR=${PEERS_DIR:-peers}
+  if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "no GPU answers to $python: nothing here would be measured" >&2
+    exit 2
+  fi
+  for slice in "${slices[@]}"; do
+    mkdir -p "$out/$slice"
+    log=$out/$slice/log.txt
+    until=$((SECONDS + (${LIMIT:-9999} < seconds[$slice] ? LIMIT : seconds[$slice])))
+    for stage in times check; do slice_$slice; done
+  done
+  if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed, or not ended: ${failed[*]}; the logs are in $out"
+    exit 1
+  fi
+}
+
+main "$@"; exit
