@@ -13,7 +13,7 @@ matrix:     # every backbone, DLR, optimizer: 20 steps on 1 and 2 ranks with ind
 kill-soak:  # a hundred kills of two-rank runs, each compared with an undisturbed one (half an hour)
 	DLR_KILLS=100 python -m pytest tests/kill -k soak -m full -s
 
-gpu:        # GPU tests, steps, peers, memory, in pieces; the same command goes on where it was cut off
+gpu:        # GPU tests, steps, peers, memory, in slices; the same command goes on where it was cut off
 	benchmarks/gpu.sh results/gpu
 
 site:       # README and docs as a site in site/, whose links are all valid

@@ -8,24 +8,36 @@ Overrides are those of train.py. Where none names them, data=sample (needs no do
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks import results
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
+from dlr_pretrain.train.record import git_state
 from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
+ENOUGH = 6  # rounds, of which an interval exists
 PARTS = {
     "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
     "compare": "a training step beside those of each --peer",
     "data": "batches of the given source, and its resume, on one core",
     "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
+    "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
 }
+if TYPE_CHECKING:
+    from benchmarks.peers import Peer
+
 Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
+Keep = Callable[[dict], None]  # writes the results so far
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,43 +51,108 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
     made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
-    made.add_argument("--json", type=Path, help="write everything to this file, too")
+    made.add_argument("--json", type=Path, help="write everything to this file, too, as it is measured")
+    made.add_argument(
+        "--no-parity",
+        action="store_true",
+        help="step, compare: time first, unchecked; then compare the losses, or the same command does it again later",
+    )
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="of --no-parity: compare the losses now only if the times took less",
+    )
+    made.add_argument("--trace", action="store_true", help="step, compare: trace one more step of each on a GPU")
     return made
 
 
-def step(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
-    from benchmarks import step, variants
+def step(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+    from benchmarks import variants
 
     names = given.variant or (DLR if cfg.backbone.factorized else [""])
     chosen = {name or "step": variants.joined(overrides, name.split()) for name in names}
-    found = step.measure(chosen, [], given.rounds, given.warmup)
-    return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"])
+    return steps(given, chosen, [], keep)
 
 
-def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
-    from benchmarks import peers, step
+def compare(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+    from benchmarks import peers
 
     if not given.peer:
         raise ConfigError([Problem("--peer", MISSING, "must be given", "The adapters are in benchmarks/adapters")])
     if not isinstance(cfg.train.micro_batch, int):  # a peer does not split a batch
         overrides = [*overrides, f"train.micro_batch={cfg.train.global_batch}"]
-    beside = [peers.Peer(place, cfg.scale.name) for place in given.peer]
-    found = step.measure({"ours": overrides}, beside, given.rounds, given.warmup)
-    return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"] if v["overrides"])
+    return steps(given, {"ours": overrides}, [peers.Peer(place, cfg.scale.name) for place in given.peer], keep)
 
 
-def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
+def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer], keep: Keep) -> Measured:
+    from benchmarks import step
+
+    began, timed = time.monotonic(), unchecked(given, chosen, beside)
+    before = timed | {"checked_at": git_state()} if timed else {}  # the times keep their commit and machine
+    found = before | step.measure(
+        chosen,
+        beside,
+        given.rounds,
+        given.warmup,
+        keep=lambda found: keep(before | found),
+        times_first=given.no_parity,
+        may_check=lambda: time.monotonic() - began < given.seconds,
+        timed=timed,
+        trace=given.trace,
+    )
+    verdicts = [v["parity"] for v in found["variants"] if v["overrides"] or given.part == "step"]
+    right = all(v["passes"] for v in verdicts if v) and (given.no_parity or None not in verdicts)
+    return found, results.STEPS, right
+
+
+def unchecked(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer]) -> dict | None:
+    """What the same command has measured before without a check of its losses, if it was enough to be kept."""
+    if not (given.no_parity and given.json and given.json.exists()):
+        return None
+    found = json.loads(given.json.read_text())
+    asked = chosen | {peer.name: None for peer in beside}
+    rows = {v["name"]: v for v in found["variants"] if not v["name"].endswith(results.NOISE)}
+    if {name: row["overrides"] for name, row in rows.items()} != asked:
+        return None
+    rounds = len(rows[next(iter(chosen))]["seconds"])
+    return found if rounds >= min(ENOUGH, given.rounds) else None
+
+
+def memory(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     from benchmarks import isolated, variants
     from dlr_pretrain.train.micro_batch import planned_memory
 
     chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
     configs = {name: variants.compose(of)[0] for name, of in chosen.items()}
     plans = {name: planned_memory(cfg, cfg.planned_vocab_size, ranks=1) for name, cfg in configs.items()}
-    found = [{"name": n, "overrides": of, "plan": plans[n]} | isolated.isolated(of) for n, of in chosen.items()]
-    return {"variants": found}, results.MEMORY, True
+    found: dict = {"variants": []}
+    for name, of in chosen.items():
+        found["variants"].append({"name": name, "overrides": of, "plan": plans[name]} | isolated.isolated(of))
+        keep(found)
+    return found, results.MEMORY, True
 
 
-def data(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
+def card(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+    import torch
+
+    from benchmarks import card, variants
+    from dlr_pretrain.train.ranks import Ranks
+    from dlr_pretrain.util.tensors import WORKING_DTYPE
+
+    configs = [variants.compose(variants.joined(overrides, name.split()))[0] for name in given.variant or [""]]
+    dtype = WORKING_DTYPE[cfg.precision.name]
+    with Ranks(cfg) as ranks:
+        ranks.use_device()
+        on_gpu = ranks.device.type == "cuda"
+        found: dict = {"device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU", "variants": []}
+        for row in card.everything(configs, ranks.device, dtype):
+            found["variants"].append(row)
+            keep(found)
+    return found, results.CARD, True
+
+
+def data(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     from benchmarks import data
 
     if hasattr(os, "sched_setaffinity"):
@@ -89,9 +166,15 @@ def measure(given: argparse.Namespace) -> int:
     named = {word.lstrip("+").partition("=")[0] for word in given.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
     overrides = given.overrides if "experiment" in named else [*usual, *given.overrides]
-    part = {"step": step, "compare": compare, "data": data, "memory": memory}[given.part]
-    found, columns, right = part(given, overrides, load(overrides))
-    results.write(results.about() | found, f"{given.part} {' '.join(overrides)}", columns, given.json)
+    part = {"step": step, "compare": compare, "data": data, "memory": memory, "card": card}[given.part]
+    about = results.about()
+
+    def keep(found: dict) -> None:
+        if given.json:
+            results.save(about | found, given.json)
+
+    found, columns, right = part(given, overrides, load(overrides), keep)
+    results.write(about | found, f"{given.part} {' '.join(overrides)}", columns, given.json)
     return 0 if right else EXIT_FAILED
 
 

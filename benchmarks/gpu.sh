@@ -1,122 +1,238 @@
 #!/usr/bin/env bash
-# The GPU programme: tests, steps, peers, memory, a trace and runs with DLR, in pieces of under ten minutes each.
+# The GPU programme in slices of at most thirteen minutes, each of which leaves results wherever it is cut off.
 #
-#   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their commands
+#   benchmarks/gpu.sh pack DIR             what a machine without a network needs: wheels, peers' code, tokens
+#   benchmarks/gpu.sh OUT SLICE ...        a b c d e f, in the order of their worth; results in OUT/SLICE
+#   benchmarks/gpu.sh OUT list             their commands
+#   python -m benchmarks.page OUT          benchmarks/gpu.md, from the results
 #
-# On an H100 with 16 cores the tests take four minutes with pytest-xdist (JOBS processes at once, default 10). A
-# measurement compiles its variants and compares their losses before it times them: two to four minutes a piece.
-# Needs no network. A piece is left out where its result is in OUT already, so the same command again goes on where it
-# was cut off. PYTHON is the interpreter; PEERS_DIR holds checkouts of CoLA and DLR, TF448 a folder with
-# transformers 4.48 for CoLA's, TOKENS a folder of prepare_data.py with 45M tokens of text: what lacks one of them says
-# so and is left out.
+# The same command goes on where it was cut off: what is in OUT/SLICE/done is left out. A slice times everything first,
+# and compares losses with the minutes that are left (`--no-parity`). LIMIT is the seconds that a slice may take, where
+# they are fewer than its own. PYTHON is the interpreter. PACK is a folder of `pack` (default results/pack). Without one,
+# PEERS_DIR holds checkouts of CoLA and DLR, TF448 a folder with transformers 4.48 for CoLA's code, and TOKENS a folder
+# of prepare_data.py. What lacks one of them says so, and is left out.
+# GPU_REHEARSAL=1 makes it all small, for a stand-in device: no number of it means anything.
 set -u
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUT [PIECE ...]}
-shift
-chosen=("$@")
 python=${PYTHON:-python}
-export PEERS_DIR=${PEERS_DIR:-peers} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-failed=()
-
-if [ "${chosen[*]}" != list ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  echo "no GPU answers to $python: nothing here would be measured" >&2
-  exit 2
-fi
-
-wanted() { [ ${#chosen[@]} -eq 0 ] || [[ " ${chosen[*]} " == *" $1 "* ]]; } # piece
-
-run() { # piece, its result, a command that writes it; a result that failed is moved away, and tried again the next time
-  local piece=$1 result=$out/$2 start=$SECONDS
-  shift 2
-  if [ "${chosen[*]}" = list ]; then printf '%s:' "$piece"; printf ' %q' "$@"; echo; return; fi
-  if ! wanted "$piece"; then return; fi
-  if [ -e "$result" ]; then echo "$piece: done before ($result)"; return; fi
-  mkdir -p "$out"
-  if ! timeout 590 "$@" >"$out/$piece.log" 2>&1; then
-    failed+=("$piece")
-    if [ -e "$result" ]; then mv "$result" "$result.failed"; fi
-  elif [ ! -e "$result" ]; then
-    cp "$out/$piece.log" "$result"
-  fi
-  echo "$piece: $((SECONDS - start)) s"
-  tail -n 25 "$out/$piece.log"
-}
-
-bench() { # piece, arguments of benchmarks
-  local piece=$1
-  shift
-  run "$piece" "$piece.json" "$python" -m benchmarks "$@" device=cuda --json "$out/$piece.json"
-}
-
-tests() { # piece, arguments of pytest
-  local piece=$1
-  shift
-  TORCHINDUCTOR_COMPILE_THREADS=2 run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
-}
-
-there() { # piece, a folder that it needs
-  if [ -d "$2" ] || [ "${chosen[*]}" = list ]; then return; fi
-  if wanted "$1"; then echo "$1: left out, ${2:-TOKENS} is not there"; fi
-  return 1
-}
-
-compare() { # piece, checkout, arguments
-  local piece=$1 checkout=$2
-  shift 2
-  if there "$piece" "$PEERS_DIR/$checkout"; then bench "$piece" compare "$@"; fi
-}
-
-small="scale=60m backbone=cola train.micro_batch=128"
-large="scale=1b backbone=cola train.micro_batch=16"
-eager=compile=false
-
-tests tests -n "${JOBS:-10}" --dist worksteal -k "not 7b" tests/gpu
-tests tests-7b -k 7b tests/gpu
-
-bench step-60m step $small
-bench step-60m-backbones step $small --variant backbone=cola --variant "backbone=cola dlr=on" \
-  --variant backbone=lowrank --variant backbone=full
-bench step-60m-others step $small --variant backbone=cola --variant backbone=lost --variant backbone=lax \
-  --variant backbone=cola_lax --variant backbone=sltrain
-cuts="--variant train.micro_batch=64 --variant train.micro_batch=128 --variant train.micro_batch=512"
-bench step-60m-micro step scale=60m backbone=cola dlr=on $cuts
-bench step-60m-compile step $small dlr=on --variant compile=true --variant compile=max-autotune
-few="step $large train.global_batch=16 dlr=on --variant compile=true" # as of 32 ranks: the host may set the pace
-bench step-1b-few $few
-run step-1b-few-cpp step-1b-few-cpp.json env TORCHINDUCTOR_CPP_WRAPPER=1 "$python" -m benchmarks $few device=cuda \
-  --json "$out/step-1b-few-cpp.json"
-bench step-1b step $large train.global_batch=64
-bench step-1b-full step $large train.global_batch=64 --variant backbone=full --variant "backbone=cola dlr=on"
-kept="--variant train.activation_checkpointing=block --variant train.activation_checkpointing=latent"
-bench step-1b-kept step $large train.global_batch=16 dlr=on $kept --variant train.activation_checkpointing=none
-seven="scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8"
-bench step-7b-kept step $seven $kept --rounds 10
-latent=train.activation_checkpointing=latent
-bench memory-1b memory $large train.global_batch=16 dlr=on $eager # the plan's figures are of eager code
-bench memory-7b memory $seven --variant "$latent $eager" \
-  --variant "train.activation_checkpointing=none $eager" --variant $latent
-bench memory-7b-8bit memory $seven optimizer=adamw_8bit precision=bf16_sr --variant "$latent $eager" --variant $latent
-
-run trace-60m trace-60m/report.md "$python" train.py scale=60m backbone=cola dlr=on data=sample logger=jsonl \
-  device=cuda profile=on train.steps=30 run.dir="$out/trace-60m"
-if there dlr-60m "${TOKENS:-}"; then
-  run dlr-60m dlr-60m/report.md "$python" scripts/tune.py experiment=evidence_60m data.root="${TOKENS:-TOKENS}" \
-    device=cuda run.root="$out/runs" backbone=cola dlr=off,on train.lr=0.003,0.01,0.03 seed=42 \
-    --local --limit 3 --output "$out/dlr-60m"
-fi
-
-peers="train.global_batch=64 dlr=on"
 adapter=benchmarks/adapters
-compare compare-60m-dlr DLR scale=60m backbone=cola $peers --peer $adapter/dlr.py --peer $adapter/dlr.py:build_off \
-  --peer $adapter/dlr.py:build_random
-compare compare-1b-dlr DLR scale=1b backbone=cola dlr=on train.global_batch=16 --peer $adapter/dlr.py
-bench compare-60m-hf compare scale=60m backbone=full train.global_batch=64 --peer $adapter/dlr.py:build_dense
-PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}"
-compare compare-60m-cola CoLA scale=60m backbone=cola $peers --peer $adapter/cola.py --peer $adapter/cola.py:build_lean
-compare compare-60m-cola-eager CoLA scale=60m backbone=cola $peers compile=false --peer $adapter/cola.py
-compare compare-1b-cola CoLA scale=1b backbone=cola dlr=on train.global_batch=16 --peer $adapter/cola.py
 
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "failed: ${failed[*]}; their logs are in $out"
-  exit 1
-fi
+pack() { # folder: wheels of what such a machine may lack, for its Python (PACK_PYTHON), and what PEERS_DIR and TOKENS hold
+  local into=$1 from=(--quiet --no-deps --only-binary=:all: --python-version "${PACK_PYTHON:-3.12}" --implementation cp)
+  local tag
+  for tag in manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64; do from+=(--platform "$tag"); done
+  rm -rf "$into" && mkdir -p "$into/wheels" "$into/peers" || return
+  "$python" -m pip download "${from[@]}" -d "$into/wheels" 'hydra-core>=1.3.2,<1.4' 'omegaconf>=2.3,<2.4' \
+    'torchao>=0.18,<0.19' || return
+  "$python" -m pip wheel --quiet --no-deps -w "$into/wheels" antlr4-python3-runtime==4.9.3 || return # has no wheel
+  "$python" -m pip download "${from[@]}" -d "$into/tf448" transformers==4.48.3 'tokenizers<0.22' \
+    'huggingface-hub<1' || return
+  for peer in CoLA DLR; do
+    if [ -d "${PEERS_DIR:-peers}/$peer" ]; then cp -r "${PEERS_DIR:-peers}/$peer" "$into/peers/"; else
+      echo "not packed: ${PEERS_DIR:-peers}/$peer is not there"
+    fi
+  done
+  rm -rf "$into"/peers/*/.git
+  if [ -d "${TOKENS:-}" ]; then tar c -C "$TOKENS" . | xz -3 >"$into/tokens.tar.xz"; else
+    echo "not packed: tokens; TOKENS names no folder of prepare_data.py. Slices e and f would train on data=sample"
+  fi
+  du -csk "$into"/* | awk '{ printf "%6.1f MiB  %s\n", $1 / 1024, $2 }'
+  echo "slice a, c, d take wheels along; b also tf448 and peers; e and f wheels and tokens.tar.xz"
+}
+
+unpack() { # from PACK to a folder of this machine, once
+  local pack=${PACK:-results/pack} into
+  [ -d "$pack" ] || return 0
+  into=${TMPDIR:-/tmp}/dlr_pretrain_pack.$UID
+  export PYTHONPATH="$PYTHONPATH:$into/wheels"
+  PEERS_DIR=$pack/peers TF448=$into/tf448 TOKENS=$into/tokens
+  local part
+  for part in wheels tf448; do
+    if [ -d "$pack/$part" ] && [ ! -d "$into/$part" ]; then
+      "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$into/$part" \
+        "$pack/$part"/*.whl || return
+    fi
+  done
+  if [ -e "$pack/tokens.tar.xz" ] && [ ! -d "$TOKENS" ]; then mkdir "$TOKENS" && tar xJf "$pack/tokens.tar.xz" -C "$TOKENS"; fi
+}
+
+limited() { # name, most seconds, command: its output goes to the slice's log; in `list` it is shown only
+  local name=$1 most=$2 code=0 left start=$SECONDS
+  shift 2
+  if [ "$stage" = list ]; then
+    printf '%s %s:' "$slice" "$name"
+    printf ' %q' "$@"
+    echo
+    return 1
+  fi
+  left=$((until - SECONDS))
+  if [ $left -lt 25 ]; then echo "$slice $name: no time is left" && failed+=("$name") && return 1; fi
+  echo "== $slice $name, $left s are left" | tee -a "$log"
+  timeout -k 20 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
+  cat "$out/$slice/running.txt" >>"$log"
+  tail -n "${TAIL:-12}" "$out/$slice/running.txt"
+  rm "$out/$slice/running.txt"
+  echo "== $slice $name: $((SECONDS - start)) s, exit code $code" | tee -a "$log"
+  if [ $code != 0 ]; then failed+=("$name"); fi
+  return $code
+}
+
+ended() { [ -e "$out/$slice/done" ] && grep -qx "$1" "$out/$slice/done"; } # name
+
+once() { # name, most seconds, command: left out where it has succeeded
+  if [ "$stage" = check ] || ended "$1"; then return; fi
+  if limited "$@"; then echo "$1" >>"$out/$slice/done"; fi
+}
+
+bench() { # name, most seconds, arguments of benchmarks
+  local name=$1 most=$2 part=$3 result=$out/$slice/$1.json
+  local line=("$python" -m benchmarks "${@:3}" "device=$device" --json "$result")
+  case $part in
+  step | compare)
+    line+=(--no-parity "${rounds[@]}" "${trace[@]}")
+    if ended "$name"; then return; fi
+    if [ "$stage" = check ]; then # repeats what has too few rounds, too
+      if limited "$name-parity" "$most" "${line[@]}"; then echo "$name" >>"$out/$slice/done"; fi
+    elif [ ! -e "$result" ]; then
+      limited "$name" "$most" "${line[@]}" --seconds 0
+    fi
+    ;;
+  *) once "$name" "$most" "${line[@]}" ;;
+  esac
+}
+
+compare() { # name, most seconds, checkout, arguments
+  if [ "$stage" != list ] && [ ! -d "${PEERS_DIR:-peers}/$3" ]; then
+    if [ "$stage" = times ]; then echo "$slice $1: left out, ${PEERS_DIR:-peers}/$3 is not there"; fi
+    return
+  fi
+  bench "$1" "$2" compare "${@:4}"
+}
+
+slice_a() {
+  bench card 90 card backbone=cola --variant "scale=60m train.global_batch=$rows_60m" \
+    --variant "scale=1b train.global_batch=$rows_1b"
+  bench step-1b 300 step scale=1b backbone=cola "train.global_batch=$rows_1b" "${small[@]}" \
+    --variant "dlr=off train.micro_batch=$rows_1b" --variant "dlr=on train.micro_batch=$rows_1b" \
+    --variant "dlr=off train.micro_batch=$few_1b" --variant "dlr=on train.micro_batch=$few_1b"
+  bench step-60m 300 step scale=60m backbone=cola "train.global_batch=$rows_60m" "${small[@]}" \
+    --variant "dlr=off train.micro_batch=$rows_60m" --variant "dlr=on train.micro_batch=$rows_60m" \
+    --variant "dlr=off train.micro_batch=$few_60m" --variant "dlr=on train.micro_batch=$few_60m"
+}
+
+slice_b() {
+  local cola=(--peer $adapter/cola.py --peer $adapter/cola.py:build_lean)
+  local dlr=(--peer $adapter/dlr.py --peer $adapter/dlr.py:build_off)
+  local path=$PYTHONPATH
+  PYTHONPATH=${TF448:+$TF448:}$path
+  compare cola-60m 240 CoLA scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${cola[@]}"
+  compare cola-1b 240 CoLA scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${cola[@]}"
+  PYTHONPATH=$path
+  compare dlr-60m 200 DLR scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${dlr[@]}"
+  compare dlr-1b 200 DLR scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${dlr[@]}"
+  bench dense-60m 150 compare scale=60m backbone=full "train.global_batch=$rows_1b" "${small[@]}" \
+    --peer $adapter/dlr.py:build_dense
+}
+
+slice_c() {
+  local rows=("train.global_batch=$few_1b" "train.micro_batch=$few_1b") kept=train.activation_checkpointing=latent
+  bench memory 200 memory backbone=cola dlr=on compile=false "${few_layers[@]}" --variant "scale=60m ${rows[*]}" \
+    --variant "scale=1b ${rows[*]}" --variant "scale=1b ${rows[*]} $kept"
+  rows=("train.global_batch=$rows_7b" "train.micro_batch=$rows_7b")
+  bench memory-7b 200 memory scale=7b backbone=cola dlr=on compile=false "${few_layers[@]}" "${rows[@]}" \
+    --variant $kept --variant "$kept optimizer=adamw_8bit precision=bf16_sr"
+  bench step-7b 200 step scale=7b backbone=cola dlr=on "${rows[@]}" "${small[@]}" --variant $kept
+  TAIL=4 once tests 300 "$python" -m pytest -q -m gpu -p no:cacheprovider -k "kept_latents or doctor or 7b" \
+    tests/gpu "${collect[@]}"
+}
+
+slice_d() { # the host may set the pace of few sequences
+  local few=(scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "train.micro_batch=$few_1b")
+  local scales=(backbone=cola dlr=on "$compiled" "train.global_batch=$few_1b" "train.micro_batch=$few_1b" "${few_layers[@]}"
+    --variant scale=60m --variant scale=350m --variant scale=1b)
+  local cold=${TMPDIR:-/tmp}/dlr_pretrain_cold.$UID
+  bench few-1b 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
+  TORCHINDUCTOR_CPP_WRAPPER=1 bench few-1b-cpp 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
+  if [ "$stage" = times ] && ! ended cold; then rm -rf "$cold"; fi
+  TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench cold 240 memory "${scales[@]}"
+  TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench warm 120 memory "${scales[@]}"
+  bench autotune-60m 300 step scale=60m backbone=cola dlr=on "train.global_batch=$rows_60m" \
+    "train.micro_batch=$few_60m" "${few_layers[@]}" --variant "$compiled" --variant "$autotune"
+}
+
+trained() { # backbones: runs with and without DLR, two rates, two seeds; the first seed of everything comes first
+  local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$1
+  local text=(experiment=evidence_60m "data.root=${TOKENS:-TOKENS}")
+  if [ "$stage" = times ] && [ ! -d "${TOKENS:-}" ]; then
+    text=(experiment=evidence_60m data=sample eval.tokens=20_000)
+    echo "$slice runs: TOKENS names no folder of prepare_data.py; the sample of this project is the text"
+  fi
+  if [ -n "${GPU_REHEARSAL:-}" ]; then backbones=${1%%,*}; fi
+  packing "$folder" &
+  local packer=$!
+  once runs 760 "$python" slurm/submit.py --local --limit "${JOBS:-4}" "${text[@]}" "device=$trains_on" \
+    "run.root=$folder" "train.steps=${STEPS:-280}" "eval.every=$((${STEPS:-280} / 4))" \
+    "checkpoint.every=$((${STEPS:-280} / 4))" "${tiny[@]}" "$seeds" "backbone=$backbones" train.lr=0.003,0.01 dlr=off,on
+  kill $packer 2>/dev/null
+  wait $packer 2>/dev/null
+  packed "$folder"
+}
+
+packing() { while sleep 10; do packed "$1"; done; } # folder of runs
+
+packed() { # folder of runs: their records, whole at any time
+  if [ "$stage" = list ] || [ ! -d "$1" ]; then return; fi
+  (cd "$1" && find . \( -name metrics.jsonl -o -name config.yaml -o -name manifest.json \) -print0) |
+    tar czf "$out/$slice/runs.tmp" -C "$1" --null -T - 2>/dev/null && mv "$out/$slice/runs.tmp" "$out/$slice/runs.tgz"
+}
+
+# 16 runs of 280 updates are 587M tokens: 8 minutes at 1.2 million tokens/s. STEPS is what slice a allows.
+slice_e() { trained cola,lowrank; }
+slice_f() { JOBS=${JOBS:-6} trained lost,lax,cola_lax; }
+
+main() { # is read whole before it begins, so that an edit of this file does not change a running one
+  if [ "${1:-}" = pack ]; then pack "${2:?usage: benchmarks/gpu.sh pack DIR}" && exit; exit 1; fi
+  out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
+  shift
+  slices=("$@")
+  [ ${#slices[@]} -gt 0 ] || slices=(a b c d e f)
+  device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 few_60m=128 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true autotune=compile=max-autotune
+  small=() few_layers=() tiny=() collect=() rounds=(--rounds 30) trace=(--trace)
+  if [ -n "${GPU_REHEARSAL:-}" ]; then
+    rows_60m=4 few_60m=2 rows_1b=4 few_1b=2 rows_7b=2 compiled=${REHEARSED_COMPILE:-compile=false} autotune=$compiled
+    few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
+    trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in has not
+    small=("${few_layers[@]}" "$compiled")
+    tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
+      train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)
+  fi
+  declare -gA seconds=([a]=720 [b]=720 [c]=720 [d]=720 [e]=780 [f]=780)
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+  failed=()
+  if [[ " ${slices[*]} " = *" list "* ]]; then
+    stage=list
+    for slice in a b c d e f; do slice_$slice; done
+    exit
+  fi
+  for slice in "${slices[@]}"; do
+    if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are a b c d e f" >&2 && exit 2; fi
+  done
+  unpack || exit
+  export PEERS_DIR=${PEERS_DIR:-peers}
+  if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "no GPU answers to $python: nothing here would be measured" >&2
+    exit 2
+  fi
+  for slice in "${slices[@]}"; do
+    mkdir -p "$out/$slice"
+    log=$out/$slice/log.txt
+    until=$((SECONDS + (${LIMIT:-9999} < seconds[$slice] ? LIMIT : seconds[$slice])))
+    for stage in times check; do slice_$slice; done
+  done
+  if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed, or not ended: ${failed[*]}; the logs are in $out"
+    exit 1
+  fi
+}
+
+main "$@"; exit

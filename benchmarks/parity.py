@@ -49,7 +49,8 @@ def losses(step: Callable[[Batch], Tensor], batch: Batch) -> list[float]:
 
 def difference(found: list[float], expected: list[float]) -> float:
     """The largest relative difference. NaN counts as the largest, so that no bound admits it."""
-    return max((abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True)), key=lambda d: (d != d, d))
+    pairs = zip(found, expected, strict=True)
+    return max((abs(f - e) / (abs(e) or 1.0) for f, e in pairs), key=lambda d: (d != d, d))
 
 
 class References:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
 from scipy.stats import quantile_test
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 
 
 def seconds(act: Callable[[], object], device: torch.device) -> float:
@@ -27,9 +31,14 @@ def seconds(act: Callable[[], object], device: torch.device) -> float:
 
 
 def interleaved(
-    acts: Mapping[str, Callable[[], object]], warmup: int, rounds: int, device: torch.device
+    acts: Mapping[str, Callable[[], object]],
+    warmup: int,
+    rounds: int,
+    device: torch.device,
+    after_round: Callable[[dict[str, list[float]]], object] = lambda _: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each act, one value per round. Acts take turns, and each round begins with the next act."""
+    """Seconds of each act, one value per round. Acts take turns, and each round begins with the next act.
+    ``after_round`` is given what was measured so far."""
     names = list(acts)
     for act in acts.values():
         for _ in range(warmup):
@@ -39,7 +48,37 @@ def interleaved(
         first = i % len(names)
         for name in names[first:] + names[:first]:
             times[name].append(seconds(acts[name], device))
+        after_round(times)
     return times
+
+
+def traced(act: Callable[[], object], device: torch.device) -> dict:
+    """The ``summary`` of what the device does during ``act``."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        act()
+        torch.cuda.synchronize(device)
+    return summary([(e.time_range.start, e.time_range.end, e.name) for e in seen.events() if on_gpu(e)])
+
+
+def summary(kernels: Iterable[tuple[float, float, str]]) -> dict:
+    """Of kernels (with copies and fills), given as start and end in microseconds and a name: the milliseconds from the
+    first start to the last end, those in which the device was busy, and the number; of the longest names, the same."""
+    kernels = sorted(kernels)
+    busy, until, by_name = 0.0, 0.0, defaultdict(list)
+    for start, end, name in kernels:
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+        by_name[name[:100]].append(end - start)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:30]
+    return {
+        "ms": (until - kernels[0][0]) / 1e3 if kernels else 0.0,
+        "busy_ms": busy / 1e3,
+        "kernels": len(kernels),
+        "longest": [[name, len(times), sum(times) / 1e3] for name, times in longest],
+    }
+
+
+def on_gpu(event: FunctionEvent) -> bool:
+    return event.device_type == DeviceType.CUDA
 
 
 def paired(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:

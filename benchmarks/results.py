@@ -12,9 +12,11 @@ from pathlib import Path
 from statistics import median
 
 from dlr_pretrain.train.record import git_state, versions
+from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import markdown_table
 
-Columns = Mapping[str, Callable[[dict], str | None]]
+NOISE = ", once more"  # in the name of a row: the first variant, measured a second time
+Columns = Mapping[str, Callable[[dict], str | bool | None]]
 
 
 def about() -> dict[str, str]:
@@ -28,6 +30,7 @@ def about() -> dict[str, str]:
         "python": platform.python_version(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "commit": git_state() or "unknown",
+        **({"rehearsal": "no number means anything"} if os.environ.get("GPU_REHEARSAL") else {}),
     }
 
 
@@ -41,8 +44,13 @@ def write(found: dict, title: str, columns: Columns, file: Path | None) -> None:
             print(f"- {name}: `{value}`" if name == "command" else f"- {name}: {value}")
     print(f"\n{table(columns, found['variants'])}")
     if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        save(found, file)
+
+
+def save(found: dict, file: Path) -> None:
+    """Write ``found``: whoever is killed meanwhile leaves the old or the new results, whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(file, json.dumps(found, indent=1) + "\n")
 
 
 def table(columns: Columns, variants: Sequence[dict]) -> str:
@@ -52,12 +60,16 @@ def table(columns: Columns, variants: Sequence[dict]) -> str:
     return markdown_table([*filled], zip(*filled.values(), strict=True), right=range(1, len(filled)))
 
 
-def ratio(variant: dict) -> str:
-    return "{median:.4f} [{low:.4f}, {high:.4f}]".format(**variant["ratio"])
+def ratio(variant: dict) -> str | None:
+    return "ratio" in variant and "{median:.4f} [{low:.4f}, {high:.4f}]".format(**variant["ratio"])
 
 
 def parity(variant: dict) -> str:
     verdict = variant["parity"]
+    if "error" in variant:
+        return f"not measured: {variant['error']}"
+    if verdict is None:
+        return "unchecked"
     text = f"{verdict['difference']:.1e} / {verdict['bound']:.1e}"
     return text if verdict["passes"] else f"DIFFER, the times do not count: {text}"
 
@@ -69,11 +81,12 @@ def share(variant: dict, peak: str) -> str | None:
 
 STEPS: Columns = {  # ratio: seconds over the first variant's of the same round, median [95 % interval]
     "variant": lambda v: v["name"],
-    "ms/step": lambda v: f"{v['ms']:.4g}",
+    "ms/step": lambda v: "ms" in v and f"{v['ms']:.4g}",
     "ratio": ratio,
-    "tokens/s": lambda v: f"{v['tokens_per_second']:,.0f}",
+    "tokens/s": lambda v: "ms" in v and f"{v['tokens_per_second']:,.0f}",
     "MFU, data sheet": lambda v: share(v, "datasheet"),
     "MFU, large products": lambda v: share(v, "measured"),
+    "device busy": lambda v: "traced" in v and f"{v['traced']['busy_ms']:.4g} of {v['traced']['ms']:.4g} ms",
     "parity / bound": parity,  # largest relative difference of a loss in 20 updates
 }
 MEMORY: Columns = {
@@ -90,4 +103,13 @@ DATA: Columns = {
     "lowest": lambda v: f"{min(v['values']):.4g}",
     "highest": lambda v: f"{max(v['values']):.4g}",
     "by processor time": lambda v: "processor" in v and f"{median(v['processor']):.4g}",
+}
+CARD: Columns = {
+    "what": lambda v: v["name"],
+    "positions": lambda v: "positions" in v and f"{v['positions']:,}",
+    "ms": lambda v: "ms" in v and f"{v['ms']:.4g}",
+    "TFLOP/s": lambda v: v.get("flops_per_second") and f"{v['flops_per_second'] / 1e12:.4g}",
+    "GB/s": lambda v: "GB/s" in v and f"{v['GB/s']:,.0f}",
+    "state": lambda v: ", ".join(f"{key} {value}" for key, value in v.get("state", {}).items()),
+    "not measured": lambda v: v.get("error"),
 }

@@ -13,94 +13,182 @@ import torch
 
 from benchmarks.parity import References, Verdict, difference, losses
 from benchmarks.peers import Peer, as_batch, peer_ids
-from benchmarks.protocol import best_product, interleaved, paired, warm_up_products
+from benchmarks.protocol import best_product, interleaved, paired, seconds, traced, warm_up_products
+from benchmarks.results import NOISE
 from benchmarks.variants import BY_BRANCH, Variant, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.util.errors import write_to_stderr
+from dlr_pretrain.util.errors import first_line, write_to_stderr
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
-NOISE = ", once more"
 
+class Comparison:
+    """Variants of ours and steps of peers that take turns on one batch. ``keep`` is given the results whenever there is
+    something new: after each round of times, after each check."""
 
-def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, warmup: int) -> dict:
-    """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs
-    twice: the second time shows the noise.
-
-    Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
-    for a peer), parity, seconds of each round, ms (their median), ratio (median of its seconds over the first
-    variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token (structural), and mfu by
-    the data sheet's peak and by that of large matrix products.
-    """
-    twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
-    configs = load_comparable(overrides | twins)
-    first, cfg = next(iter(configs.items()))
-    timed = {first: first, first + NOISE: first} | {name: name for name in overrides}  # -> the configuration's name
-    torch._dynamo.config.recompile_limit = 64  # per code object: each variant has a graph of its own
-    with Ranks(cfg) as ranks:
-        ranks.use_device()
-        warm_up_products(ranks.device)
-        batch = fixed_batch(cfg, ranks)
+    def __init__(self, overrides: dict[str, list[str]], peers: list[Peer], ranks: Ranks, configs: dict[str, Config]):
+        self.overrides, self.peers, self.ranks, self.configs = overrides, peers, ranks, configs
+        self.first, self.cfg = next(iter(configs.items()))
+        self.ours = {self.first: self.first, self.first + NOISE: self.first} | {name: name for name in overrides}
+        self.batch = fixed_batch(self.cfg, ranks)
         if peers:
-            batch = as_batch(peer_ids(batch))
-        ours = {
-            name: Variant(name, configs[of], ranks, by_branch=BY_BRANCH in overrides[of]) for name, of in timed.items()
-        }
-        beside = [Variant(f"beside {peer.name}", configs[peer.name], ranks) for peer in peers]
-        for peer in peers:
-            peer.build(cfg, ranks.device)
-        rows = cfg.train.global_batch if peers else parity_rows(configs.values())
-        few = replace(batch, tokens=batch.tokens[:rows], lengths=batch.lengths[:rows])
-        verdicts = check(ours, peers, beside, References(ranks, few))
-        beside.clear()
+            self.batch = as_batch(peer_ids(self.batch))
+        self.built: dict[str, Variant] = {}
+        self.rows: dict[str, dict] = {}
+        self.verdicts: dict[str, dict] = {}
+
+    def variant(self, name: str) -> Variant:
+        """The variant that was built, or a new one that nobody else holds."""
+        of = self.ours[name]
+        by_branch = BY_BRANCH in self.overrides[of]
+        return self.built.get(name) or Variant(name, self.configs[of], self.ranks, by_branch=by_branch)
+
+    def build(self) -> None:
+        self.built = {name: self.variant(name) for name in self.ours}
+        for peer in self.peers:
+            peer.build(self.cfg, self.ranks.device)
+
+    def release(self) -> None:
+        """Let go of all that was built."""
+        self.built.clear()
+        for peer in self.peers:
+            peer.built = None
         gc.collect()
-        acts: dict[str, Callable] = {name: lambda v=variant: v.step(batch) for name, variant in ours.items()}
-        ids = peer_ids(batch)
-        acts |= {peer.name: lambda p=peer: p.built.step(ids) for peer in peers}
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def time(self, rounds: int, warmup: int, may_fail: bool, trace: bool, keep: Callable[[], None]) -> None:
+        """Time what was built. A variant that ``may_fail`` and does is left out, with its error."""
+        device, ids = self.ranks.device, peer_ids(self.batch)
+        acts: dict[str, Callable] = {name: lambda v=variant: v.step(self.batch) for name, variant in self.built.items()}
+        acts |= {peer.name: lambda p=peer: p.built.step(ids) for peer in self.peers}
+        for name in list(acts):
+            try:
+                write_to_stderr(f"first step of {name}: {seconds(acts[name], device):.1f} s")
+            except Exception as error:
+                if not may_fail or name == self.first:
+                    raise
+                self.rows[name] = self.row(name) | {"error": first_line(error)}
+                write_to_stderr(f"{name}: {first_line(error)}")
+                del acts[name]
+                self.built.pop(name, None)
+                gc.collect()
+        peaks = {name: utilisation(self.built[name]) for name in acts if name in self.built}
         write_to_stderr(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
-        times = interleaved(acts, warmup, rounds, ranks.device)
-        found = []
-        for name, seconds in times.items():
-            verdict, variant, median = verdicts[name], ours.get(name), statistics.median(seconds)
-            speed = cfg.train.global_batch * cfg.train.seq_len / median
-            found.append({
-                "name": name,
-                "overrides": overrides.get(name.removesuffix(NOISE)),
-                "parity": asdict(verdict) | {"passes": verdict.passes},
-                "seconds": seconds,
-                "ms": 1e3 * median,
-                "ratio": paired(seconds, times[first]),
-                "tokens_per_second": speed,
-                **(utilisation(variant, speed) if variant else {}),
-            })  # fmt: skip
-        threads = f"CPU, {torch.get_num_threads()} threads"
-        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else threads
-    about = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": rounds, "warmup": warmup}
-    return {"device": device, "batch": about, "variants": found}
 
+        def add(times: dict[str, list[float]]) -> None:
+            for name, found in times.items():
+                median = statistics.median(found)
+                speed = self.cfg.train.global_batch * self.cfg.train.seq_len / median
+                of = peaks.get(name)
+                self.rows[name] = self.row(name) | {
+                    "seconds": found,
+                    "ms": 1e3 * median,
+                    "ratio": paired(found, times[self.first]),
+                    "tokens_per_second": speed,
+                    **(of | {"mfu": shares(of["flops_per_token"] * speed, of["peak_flops"])} if of else {}),
+                }
+            last = ", ".join(f"{name} {1e3 * found[-1]:.4g}" for name, found in times.items())
+            write_to_stderr(f"round {len(times[self.first])}, ms: {last}")
+            keep()
 
-def check(
-    ours: dict[str, Variant], peers: list[Peer], beside: list[Variant], references: References
-) -> dict[str, Verdict]:
-    """Compare each variant with the plain model, and each peer with our variant ``beside`` it, from its start."""
-    verdicts, batch = {}, references.batch
-    ids = peer_ids(batch)
-    for name, variant in ours.items():
-        verdicts[name] = references.judge(variant.cfg, losses(variant.step, batch))
-    for peer, variant in zip(peers, beside, strict=True):
-        variant.load(peer.built.tensors())
-        variant.clip_as_torch_does()
-        with getattr(peer.built, "attention", nullcontext)():
-            expected = losses(variant.step, batch)
-        found = difference(losses(lambda _, p=peer: p.built.step(ids), batch), expected)
-        verdicts[peer.name] = Verdict("our step", found, references.bound(variant.cfg))
-    for name, v in verdicts.items():
+        interleaved(acts, warmup, rounds, device, add)
+        for name in acts if trace and device.type == "cuda" else ():
+            self.rows[name]["traced"] = traced(acts[name], device)
+            keep()
+
+    def row(self, name: str) -> dict:
+        of = self.overrides.get(name.removesuffix(NOISE))
+        return {"name": name, "overrides": of, "parity": self.verdicts.get(name)}
+
+    def check(self, keep: Callable[[], None]) -> None:
+        """Compare each variant with the plain model, and each peer with our variant beside it, from its start."""
+        rows = self.cfg.train.global_batch if self.peers else parity_rows(self.configs.values())
+        batch = replace(self.batch, tokens=self.batch.tokens[:rows], lengths=self.batch.lengths[:rows])
+        references, ids = References(self.ranks, batch), peer_ids(batch)
+        for name in filter(self.unchecked, self.ours):
+            variant = self.variant(name)
+            self.judge(name, references.judge(variant.cfg, losses(variant.step, batch)), keep)
+        for peer in self.peers:
+            if not self.unchecked(peer.name):
+                continue
+            if peer.built is None:
+                peer.build(self.cfg, self.ranks.device)
+            variant = Variant(f"beside {peer.name}", self.configs[peer.name], self.ranks)
+            variant.load(peer.built.tensors())
+            variant.clip_as_torch_does()
+            with getattr(peer.built, "attention", nullcontext)():
+                expected = losses(variant.step, batch)
+            found = difference(losses(lambda _, p=peer: p.built.step(ids), batch), expected)
+            self.judge(peer.name, Verdict("our step", found, references.bound(variant.cfg)), keep)
+
+    def unchecked(self, name: str) -> bool:
+        row = self.rows.get(name, {})
+        return "error" not in row and not row.get("parity")
+
+    def judge(self, name: str, v: Verdict, keep: Callable[[], None]) -> None:
         relation = "within" if v.passes else "NOT within"
         write_to_stderr(
             f"parity of {name}: losses {v.difference:.1e} from those of {v.reference}, {relation} {v.bound:.1e}"
         )
-    return verdicts
+        self.verdicts[name] = asdict(v) | {"passes": v.passes}
+        if name in self.rows:
+            self.rows[name] |= {"parity": self.verdicts[name]}
+            keep()
+
+
+def measure(
+    overrides: dict[str, list[str]],
+    peers: list[Peer],
+    rounds: int,
+    warmup: int,
+    *,
+    keep: Callable[[dict], object] = lambda _: None,
+    times_first: bool = False,
+    may_check: Callable[[], bool] = lambda: True,
+    timed: dict | None = None,
+    trace: bool = False,
+) -> dict:
+    """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs
+    twice: the second time shows the noise.
+
+    Losses are compared first. With ``times_first`` they are compared after the times, from new starts, if ``may_check``
+    says so; the parity of a row is null until then. ``timed`` are the results of such a call: nothing is timed again.
+    ``keep`` is given the results so far, after each round and each comparison.
+
+    Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
+    for a peer), parity, seconds of each round, ms (their median), ratio (median of its seconds over the first
+    variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token (structural), mfu by
+    the data sheet's peak and by that of large matrix products, and with ``trace`` what the device did in one more step.
+    """
+    twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
+    configs = load_comparable(overrides | twins)
+    torch._dynamo.config.recompile_limit = 64  # per code object: each variant has a graph of its own
+    with Ranks(next(iter(configs.values()))) as ranks:
+        ranks.use_device()
+        warm_up_products(ranks.device)
+        all_of = Comparison(overrides, peers, ranks, configs)
+        threads = f"CPU, {torch.get_num_threads()} threads"
+        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else threads
+        train = all_of.cfg.train
+        about = {"rows": train.global_batch, "seq_len": train.seq_len, "rounds": rounds, "warmup": warmup}
+
+        def found() -> dict:
+            return {"device": device, "batch": about, "variants": list(all_of.rows.values())}
+
+        if timed:
+            all_of.rows = {row["name"]: row for row in timed["variants"]}
+        else:
+            all_of.build()
+            if not times_first:
+                all_of.check(lambda: None)
+                gc.collect()
+            all_of.time(rounds, warmup, times_first, trace, lambda: keep(found()))
+        if times_first and may_check():
+            all_of.release()
+            all_of.check(lambda: keep(found()))
+        return found()
 
 
 def parity_rows(configs: Iterable[Config]) -> int:
@@ -110,16 +198,16 @@ def parity_rows(configs: Iterable[Config]) -> int:
     return 2 * micro if configs[0].train.global_batch >= 2 * micro else micro
 
 
-def utilisation(variant: Variant, tokens_per_second: float) -> dict:
-    """The structural FLOPs of a position, and their share of the device's peaks in the variant's working dtype."""
+def utilisation(variant: Variant) -> dict:
+    """The structural FLOPs of a position, and the device's peaks in the variant's working dtype."""
     cfg, precision = variant.cfg, variant.cfg.precision.name
-    flops = flops_per_token(cfg, cfg.planned_vocab_size, variant.trainer.micro_batch)
     peaks = {
         "datasheet": peak_flops(variant.device, precision),
         "measured": best_product(variant.device, WORKING_DTYPE[precision]),
     }
-    return {
-        "flops_per_token": flops,
-        "peak_flops": peaks,
-        "mfu": {name: peak and flops * tokens_per_second / peak for name, peak in peaks.items()},
-    }
+    flops = flops_per_token(cfg, cfg.planned_vocab_size, variant.trainer.micro_batch)
+    return {"flops_per_token": flops, "peak_flops": peaks}
+
+
+def shares(flops_per_second: float, peaks: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: peak and flops_per_second / peak for name, peak in peaks.items()}

@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/*.md", "docs/*.md")
 # Not pages, but linked by some.
 BESIDE = ("docs/images/*", "docs/evidence/*/*", "docs/*.ipynb", "docs/site.css", "tests/*/*.py")
 

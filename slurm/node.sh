@@ -6,10 +6,15 @@
 set -euo pipefail
 trap '' USR1 # until launch.py can be told
 
-# Compilers cache on this node's own disk: on a network file system, ranks and jobs damage each other's caches.
 scratch=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/dlr_pretrain.$SLURM_JOB_ID.XXXXXX")
 trap 'trap "" USR1 TERM; rm -rf "$scratch"' EXIT # a signal that kills rm would set the exit code
-export TORCHINDUCTOR_CACHE_DIR=$scratch/inductor TRITON_CACHE_DIR=$scratch/triton
+
+# Compilers cache on this node's own disk: on a network file system, ranks and jobs damage each other's caches. The folder
+# outlives the job, for its restarts and the next jobs; a folder that is another user's is not trusted.
+cache=${TMPDIR:-/tmp}/dlr_pretrain_compiled.$UID
+{ mkdir -p -m 700 "$cache" && [[ -O $cache && ! -L $cache ]]; } 2>/dev/null || cache=$scratch
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 
 threads=$((SLURM_CPUS_ON_NODE / RANKS_PER_NODE))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))

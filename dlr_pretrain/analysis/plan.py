@@ -50,16 +50,19 @@ MFU = (0.11, 0.35)
 NVLINK, NETWORK = 360e9, 40e9
 # Seconds a step within a node and between nodes: those of NCCL's own model (tuning.cc, protocol LL128).
 RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
+FEW, MFU_OF_FEW = 4096, (0.11, 0.31)  # positions of a GPU: see "an H100, ms" in benchmarks/README.md
 # What tests/fakegpu measures for cola with DLR, with micro-batches of 64 and of 16 sequences.
 COMPILED = "compiled code takes less, for example 0.72 of the peak at 60m and 0.82 at 1b"
 
 
-def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
-    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``."""
+def plan(cfg: Config, ranks: int, utilisations: Sequence[float] | None = None) -> dict:
+    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``; by default
+    those of ``MFU``, or of ``MFU_OF_FEW``."""
     vocab_size = cfg.planned_vocab_size
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
     tokens = cfg.train.steps * positions
+    utilisations = utilisations or (MFU_OF_FEW if positions // ranks <= FEW else MFU)
     flops = flops_per_token(cfg, vocab_size, micro_batch)
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups, text = ("scale", "backbone", "dlr", "optimizer", "precision"), cfg.data.root or cfg.data.source

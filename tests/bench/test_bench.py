@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import parity, protocol
+from benchmarks import parity, protocol, results
 from benchmarks.__main__ import main
 from benchmarks.isolated import isolated
 from benchmarks.peers import as_batch, peer_ids
@@ -87,6 +87,38 @@ def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkey
     assert bench("step", *TINY, "--variant", "dlr=on", *QUICK)[0] == EXIT_FAILED
     assert "DIFFER, the times do not count" in capsys.readouterr().out
     assert bench("step", *TINY, "--variant", "dlr=off by-branch", *QUICK)[0] == EXIT_CONFIG
+
+
+@pytest.mark.full
+def test_times_come_first_and_a_cut_off_keeps_them(bench, monkeypatch, capsys):
+    """What was measured stays, unchecked; the same command compares the losses, and times nothing again."""
+    given = ("step", *TINY, "--rounds", "7", "--warmup", "0", "--variant", "dlr=off", "--variant", "dlr=on")
+    given, save, saved = (*given, "--no-parity"), results.save, []
+
+    def cut_off(found, file):
+        save(found, file)
+        saved.append(file)
+        if len(saved) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(results, "save", cut_off)
+    code, found = bench(*given)
+    rows = list(found.values())
+    assert code != 0 and len(rows) == 3 and all(len(v["seconds"]) == 6 and v["parity"] is None for v in rows)
+    code, found = bench(*given)
+    assert code == 0 and all(v["parity"]["passes"] for v in found.values())
+    assert [v["seconds"] for v in found.values()] == [v["seconds"] for v in rows]
+    capsys.readouterr()
+    code, found = bench("step", *TINY, "--variant", "dlr=random", "--rounds", "2", "--no-parity", "--seconds", "0")
+    assert code == 0 and [v["parity"] for v in found.values()] == [None, None]
+    assert "| unchecked |" in capsys.readouterr().out
+
+
+def test_the_longest_kernels_and_the_idle_time_of_a_device():
+    found = protocol.summary([(0.0, 100.0, "a"), (50.0, 200.0, "b"), (300.0, 400.0, "a")])
+    assert (found["ms"], found["busy_ms"], found["kernels"]) == (0.4, 0.3, 3)
+    assert found["longest"] == [["a", 2, 0.2], ["b", 1, 0.15]]
+    assert protocol.summary([])["ms"] == 0
 
 
 ADAPTER = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.page import collected, page
 from dlr_pretrain.analysis.plan import COMPILED
 from tests.conftest import ROOT
 
@@ -74,6 +76,25 @@ def update(tmp_path_factory):
         return [json.loads(output.splitlines()[-1]) for output, _ in said]
 
     return run
+
+
+@pytest.mark.parametrize("name", "abcdef")
+def test_a_slice_of_the_gpu_programme_runs_to_its_last_line(tmp_path, name):
+    """Small; the same command leaves out what has a result, and the page shows all but other code that is not here."""
+    given = {"GPU_REHEARSAL": "1", "PYTHON": sys.executable, "TMPDIR": str(tmp_path), "PACK": str(tmp_path / "none")}
+    given |= {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1", "FAKECUDA_COPY_MAX": "0", "FAKECUDA_LOG": str(tmp_path / "log")}
+    given |= {"PEERS_DIR": str(tmp_path / "none"), "TOKENS": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    command = [LAUNCHER, ROOT / "benchmarks" / "gpu.sh", tmp_path / "out", name]
+    first, again = (
+        subprocess.run(command, env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    )
+    assert first.returncode == 0, first.stdout[-3000:]
+    assert again.returncode == 0 and "exit code" not in again.stdout
+    shown = page(list(collected(tmp_path / "out")))
+    (own,) = re.findall(rf"^## {name}\. .*?(?=^## |\Z)", shown, flags=re.MULTILINE | re.DOTALL)
+    others = ["cola-60m", "cola-1b", "dlr-60m", "dlr-1b"] if name == "b" else []
+    assert re.findall(r"`(\S+)`: not measured", own) == others and "unchecked" not in own
 
 
 @pytest.mark.parametrize("words", [

@@ -114,10 +114,11 @@ def test_the_command_prints_json_with_stable_keys(capsys):
 
 
 def test_time_is_that_of_the_flops_at_a_stated_utilisation():
-    """0.11 is what the paper's figure for CoLA + DLR at 1b implies; it stands beside the range."""
+    """0.11 is what the paper's figure for CoLA + DLR at 1b implies. With few sequences a GPU the best is lower."""
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
     slow, fast = found["speed"]["estimates"]
-    assert (slow["mfu"], fast["mfu"]) == (0.11, 0.35)
+    assert (slow["mfu"], fast["mfu"]) == (0.11, 0.31)
+    assert [e["mfu"] for e in plan(config("scale=1b", ranks=16), 16)["speed"]["estimates"]] == [0.11, 0.35]
     assert slow["tokens_per_second"] == pytest.approx(1_044_264, rel=0.01)
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
@@ -147,7 +148,7 @@ def test_waiting_is_that_of_the_links():
     assert waiting("hsdp", 1024, 0.05) < 0.005 < 20 * waiting("hsdp", 1024, 0.05) < waiting("fsdp", 1024, 0.05)
     assert waiting("ddp", 32, 0.0) == pytest.approx(2 * 609.3e6 * 2 / 320e9, rel=0.2)  # nothing is hidden
     text = render(plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32))
-    assert "MFU 0.35" in text and "+4% waiting" in text
+    assert "MFU 0.31" in text and "+4% waiting" in text
 
 
 @pytest.mark.parametrize(("words", "error"), [

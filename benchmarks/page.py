@@ -1,0 +1,160 @@
+"""Writes benchmarks/gpu.md, what was measured on a GPU, from the results of ``gpu.sh``.
+
+    python -m benchmarks.page results/gpu     # gpu.jsonl.gz from that folder, and the page from it
+    python -m benchmarks.page                 # the page again
+
+The table of results has a line for each: its slice, its name, and what ``--json`` wrote. Results that the folder lacks
+stay as they were. Of the runs of slices e and f it has the configuration that varies, and the evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+
+import yaml
+
+from benchmarks import results
+from benchmarks.evidence.collect import write
+from dlr_pretrain.util.text import markdown_table
+
+HERE = Path(__file__).parent
+TABLE, PAGE = HERE / "gpu.jsonl.gz", HERE / "gpu.md"
+SLICES = {
+    "a": ("One card, and our step", ("card", "step-1b", "step-60m")),
+    "b": ("Beside other code", ("cola-60m", "cola-1b", "dlr-60m", "dlr-1b", "dense-60m")),
+    "c": ("Memory, and 7b", ("memory", "memory-7b", "step-7b")),
+    "d": ("Few sequences, and compiling", ("few-1b", "few-1b-cpp", "cold", "warm", "autotune-60m")),
+    "e": ("60m on real text: cola, lowrank", ("runs",)),
+    "f": ("60m on real text: lost, lax, cola_lax", ("runs",)),
+}
+HEAD = """# What was measured on a GPU
+
+`python -m benchmarks.page` writes this page from `gpu.jsonl.gz`; `benchmarks/gpu.sh` measures. [Benchmarks](README.md)
+says how, and what was expected. A row that says *unchecked* has times whose losses were not compared yet.
+"""
+
+
+def collected(folder: Path) -> Iterator[dict]:
+    for piece in sorted(folder.glob("[a-f]/*.json")):
+        found = json.loads(piece.read_text())
+        found["command"] = re.sub(r" --json \S+", "", found["command"])  # names a folder of that machine
+        yield {"slice": piece.parent.name, "name": piece.stem} | found
+    for archive in sorted(folder.glob("[ef]/runs.tgz")):
+        yield {"slice": archive.parent.name, "name": "runs", "runs": list(runs_in(archive))}
+
+
+def runs_in(archive: Path) -> Iterator[dict]:
+    """What the runs of an archive have reached."""
+    with tarfile.open(archive) as files:
+        for member in sorted(files.getnames()):
+            if not member.endswith("/metrics.jsonl"):
+                continue
+            folder = member.removesuffix("metrics.jsonl")
+            config = yaml.safe_load(files.extractfile(f"{folder}config.yaml"))
+            lines = files.extractfile(member).read().decode().splitlines(keepends=True)
+            records = [json.loads(line) for line in lines if line.endswith("\n")]
+            start = json.loads(files.extractfile(f"{folder}manifest.json").read())["starts"][-1]
+            yield {
+                "method": [config[key]["name"] for key in ("backbone", "dlr")],
+                "lr": config["train"]["lr"],
+                "seed": config["seed"],
+                "text": config["data"]["source"],
+                "commit": start["git"],
+                "losses": [[r["train/tokens"], r["eval/loss"]] for r in records if "eval/loss" in r],
+            }
+
+
+def page(found: Sequence[dict]) -> str:
+    by_place = {(line["slice"], line["name"]): line for line in found}
+    parts = [HEAD]
+    for key, (title, names) in SLICES.items():
+        parts.append(f"## {key}. {title}\n")
+        for name in names:
+            line = by_place.get((key, name))
+            parts.append(section(name, line) if line else f"`{name}`: not measured.\n")
+    return "\n".join(parts)
+
+
+def section(name: str, line: dict) -> str:
+    """A result with its command, machine, versions and commit."""
+    if "runs" in line:
+        return losses(line["runs"])
+    part = line["command"].split()[3]
+    facts = [line.get("device"), line["machine"], f"Python {line['python']}", line["versions"]]
+    commits = f"commit {line['commit'][:9]}"
+    if line.get("checked_at", line["commit"]) != line["commit"]:
+        commits += f", losses compared at {line['checked_at'][:9]}"
+    batch = line.get("batch", {})
+    shape = ""
+    if batch:
+        rounds = max(len(variant.get("seconds", [])) for variant in line["variants"])
+        shape = f"{batch['rows']} x {batch['seq_len']} tokens, {rounds} rounds. "
+    tables = {"step": results.STEPS, "compare": results.STEPS, "memory": results.MEMORY, "card": results.CARD}
+    shown = [results.table(tables[part], [v for v in line["variants"] if "positions" not in v])]
+    if part == "card":
+        shown.append(products([v for v in line["variants"] if "positions" in v]))
+    about = f"{shape}{', '.join(fact for fact in facts if fact)}; {commits}."
+    return "\n".join((f"### {name}\n", about, "", f"`{line['command']}`", "", "\n\n".join(shown), ""))
+
+
+def products(rows: list[dict]) -> str:
+    """TFLOP/s of each product, a column for each number of positions."""
+    counts = sorted({row["positions"] for row in rows})
+    speed = {(row["name"], row["positions"]): f"{row['flops_per_second'] / 1e12:.4g}" for row in rows}
+    names = dict.fromkeys(row["name"] for row in rows)
+    cells = [[name, *(speed.get((name, count), "") for count in counts)] for name in names]
+    return markdown_table(["TFLOP/s, positions", *(f"{n:,}" for n in counts)], cells, right=range(1, len(counts) + 1))
+
+
+def losses(runs: list[dict]) -> str:
+    """The losses of pairs with and without DLR, at the last evaluation that both of a pair have."""
+    by_key = {(*run["method"], run["lr"], run["seed"]): dict(run["losses"]) for run in runs}
+    groups: dict[tuple, list[tuple]] = {}
+    for (backbone, dlr, lr, seed), off in by_key.items():
+        on = by_key.get((backbone, "on", lr, seed), {})
+        if dlr == "off" and (shared := off.keys() & on.keys()):
+            groups.setdefault((backbone, lr, max(shared)), []).append((off[max(shared)], on[max(shared)], seed))
+    rows = []
+    for (backbone, lr, tokens), pairs in sorted(groups.items()):
+        offs, ons, seeds = zip(*pairs, strict=True)
+        apart = ", ".join(f"{on - off:+.4f}" for off, on, _ in pairs)
+        means = [f"{mean(losses):.4f}" for losses in (offs, ons)]
+        rows.append([backbone, f"{lr:g}", f"{tokens / 1e6:.1f}M", str(len(seeds)), *means, apart])
+    about = "No run has begun."
+    if runs:
+        texts, commits = ({run[key] for run in runs} for key in ("text", "commit"))
+        about = (
+            f"{len(runs)} runs, text {', '.join(sorted(texts))}, commit {', '.join(c[:9] for c in sorted(commits))}."
+        )
+    header = ["backbone", "lr", "tokens", "seeds", "loss, DLR off", "on", "on - off, each seed"]
+    return f"### runs\n\n{about}\n\n{markdown_table(header, rows, right=range(1, 7))}\n"
+
+
+def read(table: Path) -> list[dict]:
+    return [json.loads(line) for line in gzip.decompress(table.read_bytes()).splitlines()] if table.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="of results of gpu.sh, to be added to the table")
+    found = {(line["slice"], line["name"]): line for line in read(TABLE)}
+    for folder in parser.parse_args().folders:
+        new = {(line["slice"], line["name"]): line for line in collected(Path(folder))}
+        if any("rehearsal" in line for line in new.values()):
+            sys.exit(f"error: {folder} holds a rehearsal, whose numbers mean nothing")
+        found |= new
+    if found:
+        write((found[key] for key in sorted(found)), TABLE)
+    PAGE.write_text(page(list(found.values())))
+
+
+if __name__ == "__main__":
+    main()
