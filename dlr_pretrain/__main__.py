@@ -34,7 +34,7 @@ def train(cfg: Config) -> float | None:
     run_dir = Path(str(cfg.run.dir))
     trained, report = run(cfg), run_dir / "report.html"
     if os.environ.get("RANK", "0") == "0":
-        if trained or not report.exists():  # killed between export and report
+        if trained or not report.with_suffix(".md").exists():  # the last file of a report: it was killed before that
             write_report(run_dir)
         if report.exists():
             say(f"report      {linked(report)}", sys.stdout)
