@@ -255,7 +255,7 @@ def _beside(ours: str, theirs: str) -> str:
 
 
 def _better(found: Found) -> set[tuple[str, str]]:
-    """Of each pair without and with DLR that has ended, the cell with the lower mean."""
+    """The cell with the lower mean of each pair, without and with DLR, that has ended."""
     best = set()
     for row, scale in found.cells:
         pair = {name: found.cells.get((name, scale)) for name in (row, f"{row}+dlr")}

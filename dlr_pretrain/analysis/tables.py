@@ -95,8 +95,9 @@ def headline(found: Runs) -> Table:
 def groups_table(found: Runs) -> Table:
     """A row for each group: its setting, cost and results; at each scale the best first, in bold if it has rivals."""
     rows, best = [], {}
-    means = {group.key: ended(of).ppl.mean() for group, of in found.groups()}  # NaN, and last, if none has ended
-    order = sorted(found.groups(), key=lambda pair: (pair[0]["size"], pair[0].scale, _last(means[pair[0].key])))
+    means = {group.key: ended(of).ppl.mean() for group, of in found.groups()}  # infinite, and last, if none has ended
+    means = {key: math.inf if math.isnan(mean) else mean for key, mean in means.items()}
+    order = sorted(found.groups(), key=lambda pair: (pair[0]["size"], pair[0].scale, means[pair[0].key]))
     for group, _ in order:
         best.setdefault(group.scale, []).append(group.key)
     for group, of in order:
@@ -119,10 +120,6 @@ def groups_table(found: Runs) -> Table:
     ]
     notes += [CONVENTION] if found.runs.convention.notna().any() else []
     return table("groups", "What was trained", rows, notes)
-
-
-def _last(number: float) -> float:
-    return math.inf if math.isnan(number) else number
 
 
 def _amount(number: float) -> str:

@@ -343,10 +343,17 @@ def write_sample(folder: Path, model, tokenizer, prompt: Tensor) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         written = model.generate(prompt[None], max_new_tokens=CONTINUED, do_sample=True, temperature=0.8, top_p=0.95)[0]
-    # Decoded with the prompt: alone, the first token would lose the space before it.
+    sample = dict(zip(("prompt", "continuation"), in_words(tokenizer, prompt, written), strict=True))
+    write_text(folder / "sample.json", json.dumps(sample, ensure_ascii=False, indent=2) + "\n")
+
+
+def in_words(tokenizer, prompt, written) -> tuple[str, str]:
+    """The text of the ids ``prompt``, and what ``written``, which begins with them, adds.
+
+    Decoded with the prompt: alone, the first token would lose the space before it.
+    """
     before, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
-    sample = {"prompt": before, "continuation": text.removeprefix(before)}
-    (folder / "sample.json").write_text(json.dumps(sample, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    return before, text.removeprefix(before)
 
 
 def need(package: str, extra: str) -> str:
