@@ -52,8 +52,8 @@ class Variant:
                 value.copy_(tensors[name])
 
     def clip_as_torch_does(self) -> None:
-        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU it is inexact (see ``tensors.CACHED``), and
-        moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
+        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU that norm is inexact (see
+        ``tensors.NORM_PIECE``), which changes the losses of twenty fp32 updates of 60m by up to 1e-3."""
         model, factor = self.trainer.model, self.trainer.clip_factor
 
         def by_torch(_: Tensor) -> Tensor | None:
