@@ -2,7 +2,7 @@
 
     python -m benchmarks step scale=60m backbone=cola train.global_batch=8
 
-Overrides are those of train.py. Where none names them, data=sample (needs no download) and logger=jsonl are added.
+Overrides are those of train.py. data=sample, which needs no download, and logger=jsonl are the defaults.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
-ENOUGH = 6  # rounds, of which an interval exists
+ENOUGH = 6  # rounds, the fewest that give an interval
 PARTS = {
     "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
-    "compare": "a training step beside those of each --peer",
-    "data": "batches of the given source, and its resume, on one core",
-    "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
+    "compare": "a training step of ours beside those of each --peer",
+    "data": "batches from the given source, and its resume, on one core",
+    "memory": "peak memory of a step beside the plan's, for each --variant, by default each kind of checkpointing",
     "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
 }
 if TYPE_CHECKING:
     from benchmarks.peers import Peer
 
-Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
-Keep = Callable[[dict], None]  # writes the results so far
+Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether all losses agree
+Keep = Callable[[dict], None]  # saves the results so far
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,20 +49,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--variant", action="append", default=[], metavar="OVERRIDES", help="step, memory: repeatable")
     made.add_argument("--peer", action="append", default=[], metavar="FILE[:FUNCTION]", help="compare: repeatable")
     made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
-    made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
+    made.add_argument("--warmup", type=int, default=10, help="steps before them (10)")
     made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
-    made.add_argument("--json", type=Path, help="write everything to this file, too, as it is measured")
-    made.add_argument(
-        "--no-parity",
-        action="store_true",
-        help="step, compare: time first, unchecked; then compare the losses, or the same command does it again later",
-    )
-    made.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="of --no-parity: compare the losses now only if the times took less",
-    )
+    made.add_argument("--json", type=Path, help="also write everything to this file, as it is measured")
+    first = "step, compare: time first, then compare the losses; the same command resumes where it was cut off"
+    made.add_argument("--no-parity", action="store_true", help=first)
+    now = "with --no-parity: compare the losses now only if the times took less than this"
+    made.add_argument("--seconds", type=float, default=math.inf, help=now)
     made.add_argument("--trace", action="store_true", help="step, compare: trace one more step of each on a GPU")
     return made
 
@@ -80,7 +73,7 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: 
 
     if not given.peer:
         raise ConfigError([Problem("--peer", MISSING, "must be given", "The adapters are in benchmarks/adapters")])
-    if not isinstance(cfg.train.micro_batch, int):  # a peer does not split a batch
+    if not isinstance(cfg.train.micro_batch, int):  # a peer does not split its batch
         overrides = [*overrides, f"train.micro_batch={cfg.train.global_batch}"]
     return steps(given, {"ours": overrides}, [peers.Peer(place, cfg.scale.name) for place in given.peer], keep)
 
@@ -89,7 +82,7 @@ def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[
     from benchmarks import step
 
     began, timed = time.monotonic(), unchecked(given, chosen, beside)
-    before = timed | {"checked_at": git_state()} if timed else {}  # the times keep their commit and machine
+    before = timed | {"checked_at": git_state()} if timed else {}  # the commit and machine of the times are kept
     found = before | step.measure(
         chosen,
         beside,
@@ -107,7 +100,7 @@ def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[
 
 
 def unchecked(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer]) -> dict | None:
-    """What the same command has measured before without a check of its losses, if it was enough to be kept."""
+    """The earlier results of the same command whose losses are unchecked, if they have enough rounds to keep."""
     if not (given.no_parity and given.json and given.json.exists()):
         return None
     found = json.loads(given.json.read_text())
@@ -124,11 +117,11 @@ def memory(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: K
     from dlr_pretrain.train.micro_batch import planned_memory
 
     chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
-    configs = {name: variants.compose(of)[0] for name, of in chosen.items()}
+    configs = {name: variants.compose(words)[0] for name, words in chosen.items()}
     plans = {name: planned_memory(cfg, cfg.planned_vocab_size, ranks=1) for name, cfg in configs.items()}
     found: dict = {"variants": []}
-    for name, of in chosen.items():
-        found["variants"].append({"name": name, "overrides": of, "plan": plans[name]} | isolated.isolated(of))
+    for name, words in chosen.items():
+        found["variants"].append({"name": name, "overrides": words, "plan": plans[name]} | isolated.isolated(words))
         keep(found)
     return found, results.MEMORY, True
 
@@ -162,7 +155,7 @@ def data(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Kee
 
 
 def measure(given: argparse.Namespace) -> int:
-    """Measure ``given.part``, print and write what was found, and return the exit code."""
+    """Measure ``given.part``, print and save the results, and return the exit code."""
     named = {word.lstrip("+").partition("=")[0] for word in given.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
     overrides = given.overrides if "experiment" in named else [*usual, *given.overrides]
