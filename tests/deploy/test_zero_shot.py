@@ -135,7 +135,7 @@ def test_mistakes_are_told_in_a_line(command, folders, data, tmp_path):
     for words, message in (
         ((folders[0], "--tasks", "piqua"), "'piqua' is not a task. Choose from arc_challenge, "),
         ((folders[0], "--tasks", "piqa", "--data", data / "nowhere"), "piqa: its documents cannot be read from"),
-        ((folders[0], "--tasks", "piqa", "--data", tmp_path), "Name with --data a folder that has <task>/<split>.jsonl"),
+        ((folders[0], "--tasks", "piqa", "--data", tmp_path), "a folder that has <task>/<split>.jsonl"),
         ((folders[0], "--tasks", "boolq", "--data", tmp_path), "boolq: its documents cannot be read from"),
         ((data, "--tasks", "boolq", "--data", data), "has no config.json. Name a folder that an export wrote"),
     ):

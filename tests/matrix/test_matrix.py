@@ -1,9 +1,9 @@
-"""Every method through the whole machine: 20 steps on one rank and two, compiled, resumed, folded, exported, reloaded.
+"""Every method end to end: 20 steps on one rank and on two, compiled, resumed, folded, exported and reloaded.
 
     DLR_MATRIX_BACKEND=inductor python -m pytest tests/matrix -m exhaustive
 
-The two ranks are forked from this process, and all but cola+dlr and lax are compiled with aot_eager, which takes
-inductor's path up to its code generation: a fraction of the time. ``DLR_MATRIX_BACKEND`` names another backend for all.
+The two ranks are forked from this process. All methods but cola+dlr and lax are compiled with aot_eager, which takes
+inductor's path up to its code generation, in a fraction of the time. ``DLR_MATRIX_BACKEND`` sets one backend for all.
 """
 
 from __future__ import annotations
