@@ -70,7 +70,7 @@ def run_test(copy: Path, test: str, log: Path) -> int:
 
 
 def run(only: list[str]) -> list[str]:
-    """Plant and test each fault whose name contains a word of ``only``, or every one; returns the missed ones' names."""
+    """Plant and test each fault whose name contains a word of ``only``, or every fault; returns the missed names."""
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported; threads do not survive a fork
     for name in LIBRARIES:
         importlib.import_module(name)
