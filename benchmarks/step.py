@@ -35,8 +35,8 @@ class Comparison:
         if peers:
             self.batch = as_batch(peer_ids(self.batch))
         self.built: dict[str, Variant] = {}
-        self.rows: dict[str, dict] = {}
-        self.verdicts: dict[str, dict] = {}
+        rows = {name: overrides[source] for name, source in self.ours.items()} | {peer.name: None for peer in peers}
+        self.rows: dict[str, dict] = {n: {"name": n, "overrides": words, "parity": None} for n, words in rows.items()}
 
     def variant(self, name: str) -> Variant:
         """The built variant of this name, or else a new one."""
@@ -69,7 +69,7 @@ class Comparison:
             except Exception as error:
                 if not may_fail or name == self.first:
                     raise
-                self.rows[name] = self.row(name) | {"error": first_line(error)}
+                self.rows[name]["error"] = first_line(error)
                 write_to_stderr(f"{name}: {first_line(error)}")
                 del steps[name]
                 self.built.pop(name, None)
@@ -82,7 +82,7 @@ class Comparison:
                 median = statistics.median(found)
                 speed = self.cfg.train.global_batch * self.cfg.train.seq_len / median
                 cost = costs.get(name)  # a peer has none
-                self.rows[name] = self.row(name) | {
+                self.rows[name] |= {
                     "seconds": found,
                     "ms": 1e3 * median,
                     "ratio": paired(found, times[self.first]),
@@ -98,20 +98,16 @@ class Comparison:
             self.rows[name]["traced"] = traced(steps[name], device)
             keep()
 
-    def row(self, name: str) -> dict:
-        overrides = self.overrides.get(name.removesuffix(NOISE))
-        return {"name": name, "overrides": overrides, "parity": self.verdicts.get(name)}
-
     def check(self, keep: Callable[[], None]) -> None:
         """Compare each variant's losses with the plain model's, and each peer's with ours from the peer's weights."""
         rows = self.cfg.train.global_batch if self.peers else parity_rows(self.configs.values())
         batch = replace(self.batch, tokens=self.batch.tokens[:rows], lengths=self.batch.lengths[:rows])
         references, ids = References(self.ranks, batch), peer_ids(batch)
-        for name in filter(self.unchecked, self.ours):
+        for name in filter(self.is_unchecked, self.ours):
             variant = self.variant(name)
             self.judge(name, references.judge(variant.cfg, losses(variant.step, batch)), keep)
         for peer in self.peers:
-            if not self.unchecked(peer.name):
+            if not self.is_unchecked(peer.name):
                 continue
             if peer.built is None:
                 peer.build(self.cfg, self.ranks.device)
@@ -123,19 +119,16 @@ class Comparison:
             found = difference(losses(lambda _, p=peer: p.built.step(ids), batch), expected)
             self.judge(peer.name, Verdict("our step", found, references.bound(variant.cfg)), keep)
 
-    def unchecked(self, name: str) -> bool:
-        row = self.rows.get(name, {})
-        return "error" not in row and not row.get("parity")
+    def is_unchecked(self, name: str) -> bool:
+        return "error" not in self.rows[name] and not self.rows[name]["parity"]
 
     def judge(self, name: str, v: Verdict, keep: Callable[[], None]) -> None:
         relation = "within" if v.passes else "NOT within"
         write_to_stderr(
             f"parity of {name}: losses {v.difference:.1e} from those of {v.reference}, {relation} {v.bound:.1e}"
         )
-        self.verdicts[name] = asdict(v) | {"passes": v.passes}
-        if name in self.rows:
-            self.rows[name] |= {"parity": self.verdicts[name]}
-            keep()
+        self.rows[name]["parity"] = asdict(v) | {"passes": v.passes}
+        keep()
 
 
 def measure(
@@ -178,7 +171,7 @@ def measure(
             return {"device": device, "batch": about, "variants": list(comparison.rows.values())}
 
         if timed:
-            comparison.rows = {row["name"]: row for row in timed["variants"]}
+            comparison.rows |= {row["name"]: row for row in timed["variants"]}
         else:
             comparison.build()
             if not times_first:

@@ -157,7 +157,7 @@ class Table:
 
 
 def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
-    """Every comparison of a backbone with and without DLR: (comparison, setting, effect)."""
+    """Every comparison of a backbone with and without DLR: (comparison, setting, difference)."""
     found = []
     for name, setting in (("pairs", "best rate"), ("paper", "rate")):
         own = {c.design.methods[0]: c for c in read(folder / f"{name}.jsonl.gz").comparisons}
@@ -170,14 +170,14 @@ def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
         rate, more = c.design.rates[0], LONGER[words.partition(" ")[0]]
         if more or rate != 0.01:  # `paper` already has these: three of its five seeds
             found.append((c, f"rate {rate:g}{more}", c.effects["cola+dlr"]))
-    return found
+    comparisons, settings, effects = zip(*found, strict=True)
+    return list(zip(comparisons, settings, together(effects), strict=True))
 
 
 def differences(piece: Piece) -> Table:
     """Every comparison of a backbone with and without DLR, in one table."""
     rows, found = [], headline(piece.folder)
-    effects = together([effect for _, _, effect in found])
-    for (c, setting, _), d in zip(found, effects, strict=True):
+    for c, setting, d in found:
         means = [f"{np.exp(c.held_out(method)).mean():.1f}" for method in c.design.methods]
         mean, interval, p, better = cells(d)
         shown = "none" if better == "none shown" else "better" if better.endswith("+dlr") else "worse"
@@ -187,7 +187,7 @@ def differences(piece: Piece) -> Table:
         "PPL is the mean over seeds of the perplexities; the difference is that of the losses. Where seeds scatter, as "
         "at 0.01, it need not be the logarithm of their ratio. Two rates are those without and with DLR."
     )
-    return Table(header, rows, [one_level(effects, "with DLR is"), note], (2, 3, 4, 6))
+    return Table(header, rows, [one_level([d for _, _, d in found], "with DLR is"), note], (2, 3, 4, 6))
 
 
 def tune(piece: Piece) -> Table:
@@ -363,10 +363,9 @@ EDGE = 0.36  # nats/token: wider intervals leave the figure, with an arrow
 def draw_differences(piece: Piece) -> Figure:
     """The differences of docs/evidence.md with their intervals, in the backbone's colour; filled where p shows one."""
     found = headline(piece.folder)
-    effects = together([effect for _, _, effect in found])
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     ax = figure.subplots()
-    for y, ((c, _, _), d) in enumerate(zip(found, effects, strict=True)):
+    for y, (c, _, d) in enumerate(found):
         colour = COLOURS[c.design.methods[0]]
         ax.plot([max(d["low"], -EDGE), min(d["high"], EDGE)], [y, y], color=colour, linewidth=1.8)
         for end, marker in ((d["low"], "<"), (d["high"], ">")):

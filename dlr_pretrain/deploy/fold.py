@@ -7,7 +7,6 @@ paper does, the report gives perplexity, error of the logits and latency.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.residual import Residuals, add_, branch_
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA, IGNORE, WORKING_DTYPE
+from dlr_pretrain.util.text import perplexity
 
 SEQUENCES = 8  # per forward pass
 TIMED = 0.2  # the least seconds of forward passes that a latency is measured over
@@ -131,10 +131,10 @@ def consistency(
     own = replace(own, dlr=replace(cfg.dlr, enabled=False))
     after = _model(own, weights, device)
     models = {"before": before, "after": after}
-    counts = (parameter_counts(cfg, before)["total"], parameter_counts(own, after)["total"])
     return {
         "layers": 7 * cfg.scale.num_layers,
-        **dict(zip(("parameters_before", "parameters_after"), counts, strict=True)),
+        "parameters_before": parameter_counts(cfg, before)["total"],
+        "parameters_after": parameter_counts(own, after)["total"],
         **_compare(models, validation, device),
         **_latencies(models, validation, device),
     }
@@ -170,7 +170,7 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
         size += logits["before"].abs().mean(1, dtype=torch.float64).sum().item()
     return {
         "targets": targets,
-        **{f"perplexity_{name}": math.exp(loss / targets) for name, loss in losses.items()},
+        **{f"perplexity_{name}": perplexity(loss / targets) for name, loss in losses.items()},
         "logits_mean_absolute_error": error / targets,
         "logits_mean_relative_error": error / size,
     }

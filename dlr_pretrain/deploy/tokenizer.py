@@ -101,13 +101,9 @@ def _bpe(pieces, unknown: str, has_bytes: bool) -> models.BPE:
     """The BPE model with sentencepiece's merges: it joins the two neighbours whose joint piece scores best."""
     ids = {piece.piece: i for i, piece in enumerate(pieces)}
     ordinary = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
-    ranked = [
-        (-score, ids[piece[:at]], ids[piece[at:]], piece[:at], piece[at:])
-        for piece, score in ordinary.items()
-        for at in range(1, len(piece))
-        if piece[:at] in ordinary and piece[at:] in ordinary
-    ]
-    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    splits = ((piece[:at], piece[at:]) for piece in ordinary for at in range(1, len(piece)))
+    merges = [(left, right) for left, right in splits if left in ordinary and right in ordinary]
+    merges.sort(key=lambda pair: (-ordinary["".join(pair)], ids[pair[0]], ids[pair[1]]))
     return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
 
 
