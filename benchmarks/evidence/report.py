@@ -434,7 +434,7 @@ def insert(text: str, folder: Path) -> str:
     return re.sub(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", body, text, flags=re.DOTALL)
 
 
-def beside(text: str) -> list[tuple[str, str, str]]:
+def linked_files(text: str) -> list[tuple[str, str, str]]:
     """The files that the page links: (piece, table or figure, ``csv`` or ``png``)."""
     return re.findall(r"\(evidence/(\w+)/(\w+)\.(csv|png)\)", text)
 
@@ -443,7 +443,7 @@ def draw(page: Path, folder: Path) -> None:
     text = insert(page.read_text(), folder)
     page.write_text(text)
     matplotlib.rcdefaults()  # the user's style must not change the figures
-    for piece, name, kind in beside(text):
+    for piece, name, kind in linked_files(text):
         target = page.parent / "evidence" / piece / f"{name}.{kind}"
         target.parent.mkdir(parents=True, exist_ok=True)
         if kind == "png":

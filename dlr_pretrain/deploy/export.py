@@ -83,29 +83,29 @@ def export(
     Raises UserError if the folder does not compute what was trained; it then remains as ``.<folder>.partial``. An
     earlier folder is renamed to ``<folder>_1`` (or 2, 3, ...).
     """
-    own, tensors = deployed(cfg, folded, merge, dtype)
-    vocab_size, kind = len(tensors["lm_head.weight"]), tensors["lm_head.weight"].dtype
-    tokenizer = load_tokenizer(tokenizer_path)
-    ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(own, vocab_size, kind) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
+    exported, tensors = deployed(cfg, folded, merge, dtype)
+    head, tokenizer = tensors["lm_head.weight"], load_tokenizer(tokenizer_path)
+    special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
+    settings = model_config(exported, len(head), head.dtype) | special_ids
+    settings["tokenizer_sha256"] = tokenizer.fingerprint
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(partial, tensors)
-    loadable = own.backbone.name == DENSE.name or exported_keys(own) is not None
-    contents = {"config": settings, "generation_config": ends} if loadable else {}
+    loadable = exported.backbone.name == DENSE.name or exported_keys(exported) is not None
+    contents = {"config": settings, "generation_config": special_ids} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
         write_text(partial / f"{name}.json", json.dumps(content, indent=2) + "\n")
-    if loadable and own.backbone.name != DENSE.name:
-        write_text(partial / MODELING.name, modeling(own))
+    if loadable and exported.backbone.name != DENSE.name:
+        write_text(partial / MODELING.name, modeling(exported))
     export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
-    write_text(partial / "README.md", card(own, record, cfg, loadable))
+    write_text(partial / "README.md", card(exported, record, cfg, loadable))
     if not loadable:
-        checked = NO_LAYER.format(own.backbone.name)
+        checked = NO_LAYER.format(exported.backbone.name)
     elif ids is None:
         checked = "not verified"
     else:
-        reference = (tensors, torch.float32) if own is cfg else (folded, kind)  # a merge rounds once more
+        reference = (tensors, torch.float32) if exported is cfg else (folded, head.dtype)  # a merge rounds once more
         checked = agreement(partial, cfg, tokenizer, *reference, ids)
     for path in (*partial.rglob("*"), partial):
         sync(path)
@@ -309,13 +309,13 @@ def _register_own_layer(folder: Path) -> None:
 
 @torch.no_grad()
 def agreement(
-    folder: Path, cfg: Config, own: Tokenizer, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor
+    folder: Path, cfg: Config, tokenizer: Tokenizer, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor
 ) -> str:
     """Compare ``folder`` with our model of ``cfg`` and ``tensors`` on token ``ids`` [B, T] in fp32; returns the result.
 
     ``rounded`` is the dtype to which the folder's weights were rounded once more than ``tensors``, or fp32 if they are
     the same; it sets the bound. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound,
-    or if the folder's tokenizer does not return the ids of ``own``, the tokenizer of training.
+    or if the folder's tokenizer does not return the ids of ``tokenizer``, the tokenizer of training.
     """
     try:
         with without_warnings():
@@ -326,21 +326,21 @@ def agreement(
         model = Llama(cfg, len(tensors["lm_head.weight"]))
     model.to_empty(device="cpu")
     load_(model, tensors)
-    trained = model.logits(ids)
+    expected = model.logits(ids)
     del model  # frees its memory before the folder's model is loaded
-    exported, tokenizer = open_folder(folder, torch.float32)
-    difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
+    exported, exported_tokenizer = open_folder(folder, torch.float32)
+    difference = ((exported(input_ids=ids).logits - expected).abs().max() / expected.std()).item()
     if not difference <= LOGIT_BOUNDS[rounded]:  # NaN is beyond it too
         raise UserError(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
             f"their standard deviation, beyond the bound of {LOGIT_BOUNDS[rounded]:g}"
         )
-    given, wanted = tokenizer(PROBE, split_special_tokens=True).input_ids, own.encode([PROBE])[0].tolist()
-    if isinstance(own, FastTokenizer):  # training drops the end of sequence, which may be a word, from texts
-        given = [id for id in given if id != own.eos_id]
-    if given != wanted:
+    probed = exported_tokenizer(PROBE, split_special_tokens=True).input_ids
+    if isinstance(tokenizer, FastTokenizer):  # training drops the end of sequence, which may be a word, from texts
+        probed = [id for id in probed if id != tokenizer.eos_id]
+    if probed != tokenizer.encode([PROBE])[0].tolist():
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
-    write_sample(folder, exported, tokenizer, ids[0, :PROMPT])
+    write_sample(folder, exported, exported_tokenizer, ids[0, :PROMPT])
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
 
 

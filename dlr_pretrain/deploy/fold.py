@@ -54,12 +54,12 @@ def fold_checkpoint(
     folded = folded_tensors(cfg, tensors) if has_residual else by_exported_name(cfg, tensors)
     report = [] if has_residual else [f"{'layers':<29} nothing to fold"]
     if tokens > 0 and has_residual:
-        written = deployed(cfg, folded, dense, dtype)
+        target = deployed(cfg, folded, dense, dtype)
         same = {"weights_identical": are_trained(cfg, tensors, folded)}
-        found = same | consistency(cfg, tensors, *written, validation_of(run, cfg, tokens), device)
-        record = record | {f"fold/{name}": value for name, value in found.items()}
-        report = [f"{name.replace('_', ' '):<29} {few_digits(value, 6)}" for name, value in found.items()]
-        if not found["weights_identical"]:
+        changes = same | consistency(cfg, tensors, *target, validation_of(run, cfg, tokens), device)
+        record = record | {f"fold/{name}": value for name, value in changes.items()}
+        report = [f"{name.replace('_', ' '):<29} {few_digits(value, 6)}" for name, value in changes.items()]
+        if not changes["weights_identical"]:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     shape = VERIFIED_SEQUENCES, cfg.train.seq_len
     ids = torch.randint(3, len(tensors["lm_head.weight"]), shape, generator=torch.Generator().manual_seed(0))
@@ -69,17 +69,17 @@ def fold_checkpoint(
 
 def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
     """About ``tokens`` tokens of the run's own validation text, but no more than the run was evaluated on."""
-    few, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
-    without = "scripts/fold.py --tokens 0 folds without the text"
+    limited, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
+    alternative = "scripts/fold.py --tokens 0 folds without the text"
     try:
-        source = open_source(few, version=record.get("data.version"))
+        source = open_source(limited, version=record.get("data.version"))
     except UserError as error:
-        raise UserError(f"{error}. {without}") from error
+        raise UserError(f"{error}. {alternative}") from error
     trained = record.get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:  # the perplexity would not be comparable with the run's
         rule = f"data.shards={source.fingerprint[:12]} instead of the run's {trained[:12]} ({MANIFEST})"
-        raise UserError(f"{source.describe()}: the text has changed, {rule}. Restore the run's text; {without}")
-    return validation_set(few, source, load_tokenizer(run / "tokenizer"))
+        raise UserError(f"{source.describe()}: the text has changed, {rule}. Restore the run's text; {alternative}")
+    return validation_set(limited, source, load_tokenizer(run / "tokenizer"))
 
 
 def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

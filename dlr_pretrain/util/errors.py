@@ -152,8 +152,8 @@ def command(act: Callable[[], int | None]) -> int:
 
 def report_error(error: UserError | OSError) -> int:
     """Print an error that a user can fix, record it for torchrun, and return its exit code."""
-    said = str(file_error(error) if isinstance(error, OSError) else error)
-    say_once(said if isinstance(error, Stopped) else f"error: {said}")
+    message = str(file_error(error) if isinstance(error, OSError) else error)
+    say_once(message if isinstance(error, Stopped) else f"error: {message}")
     record_for_torchrun(error)
     return getattr(error, "exit_code", EXIT_FAILED)
 

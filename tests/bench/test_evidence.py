@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 def test_the_page_and_its_files_show_the_tables_of_runs():
     text, folder = report.PAGE.read_text(), report.PAGE.parent / "evidence"
     assert report.insert(text, report.HERE) == text
-    linked = {folder / piece / f"{name}.{kind}" for piece, name, kind in report.beside(text)}
+    linked = {folder / piece / f"{name}.{kind}" for piece, name, kind in report.linked_files(text)}
     assert linked == set(folder.glob("*/*"))
     for path in linked:
         assert path.suffix == ".png" or report.made(path.parent.name, path.stem, report.HERE).csv() == path.read_text()
