@@ -10,7 +10,7 @@ kernels, generation and everything else are those of the library's LLaMA; the se
     cola_lax   the same, with a SiLU between the factors
 
 In lax and cola_lax the model makes a ``Latents`` for each forward pass, which the library's loop passes to every block
-as an argument. A latent depends on its own position alone, so cached positions need none.
+as an argument. A position reads no latents of other positions, so cached positions need none.
 """
 
 from functools import wraps
