@@ -349,17 +349,18 @@ def write_sample(folder: Path, model, tokenizer, prompt: Tensor) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         written = model.generate(prompt[None], max_new_tokens=CONTINUED, do_sample=True, temperature=0.8, top_p=0.95)[0]
-    sample = dict(zip(("prompt", "continuation"), in_words(tokenizer, prompt, written), strict=True))
+    text = tokenizer.decode(prompt, skip_special_tokens=True)
+    sample = {"prompt": text, "continuation": continuation(tokenizer, prompt, written)}
     write_text(folder / "sample.json", json.dumps(sample, ensure_ascii=False, indent=2) + "\n")
 
 
-def in_words(tokenizer, prompt, written) -> tuple[str, str]:
-    """The text of the ids ``prompt``, and the text that ``written``, which begins with them, adds.
+def continuation(tokenizer, prompt, written) -> str:
+    """The text that the ids ``written`` add to those of ``prompt``, with which they begin.
 
-    The whole is decoded at once, because the first token of a continuation decoded alone loses its leading space.
+    They are decoded together with the prompt, because a token decoded first loses its leading space.
     """
-    before, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
-    return before, text.removeprefix(before)
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
+    return whole.removeprefix(before)
 
 
 def need(package: str, extra: str) -> str:

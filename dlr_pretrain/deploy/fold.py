@@ -179,11 +179,11 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
 def _latencies(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
     """The median milliseconds of a forward pass of each model, and a description of the input."""
     ids, _, *documents = next(batches(validation, device))
-    found: dict[str, object] = {}
+    latencies: dict[str, object] = {}
     for name, model in models.items():
-        given = {"model": model, "inputs": (ids, *documents)}
-        timer = Timer("model.logits(*inputs)", globals=given, num_threads=torch.get_num_threads())
-        found[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
+        variables = {"model": model, "inputs": (ids, *documents)}
+        timer = Timer("model.logits(*inputs)", globals=variables, num_threads=torch.get_num_threads())
+        latencies[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kind = str(models["after"].lm_head.weight.dtype).removeprefix("torch.")
-    return found | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}
+    return latencies | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}
