@@ -1,4 +1,4 @@
-"""DLR under the trainers of transformers and TRL, and in PEFT's adapters: trained, saved, resumed, folded."""
+"""DLR trains, saves, resumes and folds under the trainers of transformers and TRL, and in PEFT's adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def trainer_of(model: torch.nn.Module, folder, steps: int = STEPS, kind: str = "Trainer") -> Trainer:
-    """An epoch is one batch of two micro-batches, with gradient checkpointing."""
+    """A trainer whose epoch is one batch of two micro-batches, with gradient checkpointing."""
     settings = {
         "output_dir": str(folder), "max_steps": steps, "save_steps": 3, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "per_device_eval_batch_size": 4, "report_to": "none",
@@ -64,7 +64,7 @@ def words_of_ids() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def plain() -> LlamaForCausalLM:
-    """What a plain loop trains: an epoch of the trainer is its one batch, in whatever order."""
+    """The model that a plain loop trains. An epoch of the trainer is the same batch, in any order."""
     model = factorised()
     optimizer = optimizer_of(model)
     for _ in range(STEPS):
