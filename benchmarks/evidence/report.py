@@ -100,8 +100,8 @@ def one_level(found: Sequence[dict], which: str = "the row's method is") -> str:
     """The note on the intervals of a table; ``which`` says what is better if a difference is negative."""
     level, n = 100 * found[0]["level"], found[0]["of"]
     return (
-        f"Differences are in nats/token, between runs with the same seed (their number); negative: {which} "
-        f"better. All {n} intervals hold together at {LEVEL:.0%} (Student's t over seeds, each at {level:.4g}%); "
+        f"Differences are in nats/token, between runs with the same seed (number in brackets); negative: {which} "
+        f"better. All {n} intervals hold jointly at {LEVEL:.0%} (Student's t over seeds, each at {level:.4g}%); "
         f"p is Holm's for these {n}. A method is called better where p < {1 - LEVEL:.2g}."
     )
 
@@ -184,8 +184,8 @@ def differences(piece: Piece) -> Table:
         rows.append([c.design.methods[0], setting, *means, mean, interval, p, shown])
     header = ["Backbone", "Setting", "PPL", "with DLR", "Difference", "Interval", "p", "Shown"]
     note = (
-        "PPL is the mean over seeds of the perplexities; the difference is that of the losses. Where seeds scatter, as "
-        "at 0.01, it need not be the logarithm of their ratio. Two rates are those without and with DLR."
+        "PPL is the mean perplexity over seeds; the difference is between losses. Where seeds scatter, as at 0.01, it "
+        "need not be the logarithm of the PPLs' ratio. Of two rates, the first is without DLR, the second with it."
     )
     return Table(header, rows, [one_level([d for _, _, d in found], "with DLR is"), note], (2, 3, 4, 6))
 
@@ -295,7 +295,7 @@ def smoke(piece: Piece) -> Table:
     rows = [[str(seed), f"{difference:+.4f}"] for seed, difference in here.items()]
     notes = [
         f"Predicted for the mean, from the seeds of `pairs` at this update: {low:+.4f} to {high:+.4f} ({LEVEL:.0%}).",
-        f"Found: {mean:+.4f}, {'inside' if low <= mean <= high else 'outside'}.",
+        f"Found: {mean:+.4f}, {'inside' if low <= mean <= high else 'outside'} this range.",
     ]
     return Table(["Seed", "Difference of the loss with DLR, nats/token"], rows, notes, (1,))
 
