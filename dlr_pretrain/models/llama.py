@@ -233,7 +233,7 @@ class Llama(nn.Module):
     def init_(self, seed: int) -> None:
         """Draw every initial value from (seed, exported name) in fp32, and round it to the model's dtype."""
         seeded = SeededInit(seed)
-        adapter.zero_padding_(self)
+        adapter.zero_layers_(self)
         for name in ("model.embed_tokens", "lm_head"):
             weight = self.get_parameter(f"{name}.weight")
             weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))

@@ -325,7 +325,7 @@ def computed() -> nn.ModuleDict:
     (attached, {}, "b has a residual already"),
     (nn.ReLU, {}, "no up-projection"),
     (layer, {"match": "*.nothing"}, "no up-projection"),
-    (layer, {"match": "*"}, "a is no up-projection: it maps 8 to 4 features"),
+    (layer, {"match": "*"}, "a is not an up-projection: it maps 8 to 4 features"),
     (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
     (layer, {"keep_output": True, "train_b": False}, "train_b=False: B stays zero"),
     (layer, {"grouping": "even"}, "grouping='even'"),
@@ -392,7 +392,7 @@ def test_nothing_is_folded_or_multiplied_out_twice_or_too_early():
         multiply_(model)
     factorize_(model, 3, "b")
     attach_dlr(model, match="b.b")
-    with pytest.raises(ValueError, match=r"b: call fold_ first"):
+    with pytest.raises(ValueError, match=r"b: its residual is not in the weight yet. Call fold_"):
         multiply_(model)
     fold_(model)
     with pytest.raises(ValueError, match="fold_ was called already"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import build_model
-from dlr_pretrain.models.adapter import sizes, split
+from dlr_pretrain.models.adapter import split, unpadded_sizes
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.models.lowrank import leading
 from tests.parity.reference import CPU, FORMULAS, PROJECTIONS, VOCAB, State, disturbed, small, weights
@@ -193,7 +193,7 @@ def test_parameter_counts_to_the_unit(backbone):
     def parameters(scale: str, words: str) -> int:
         cfg = load([f"scale={scale}", *f"backbone={words}".split(), "data=sample"])
         model = build_model(cfg, cfg.scale.vocab_size, torch.device("meta"))
-        counts = sizes(model)
+        counts = unpadded_sizes(model)
         return sum(counts[name] for name, p in model.named_parameters() if p.requires_grad)
 
     assert tuple(parameters(scale, backbone) for scale in SCALES) == COUNTS[backbone]
