@@ -15,7 +15,7 @@ from dlr_pretrain.util.tensors import at_least_fp32
 @dataclass
 class Options(BackboneOptions):
     rank: int = key("rank r of the factors", ge=1)
-    alpha: float = key("strength of the factors times their rank", gt=0)
+    alpha: float = key("s = alpha / rank", gt=0)
 
 
 class Lora(Layer):

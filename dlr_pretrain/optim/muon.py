@@ -16,15 +16,15 @@ from dlr_pretrain.optim.adam import block_matrices, decay_groups, whole_tensors,
 
 @dataclass
 class Options(adamw.Options):
-    """torch's Muon, with Nesterov's momentum, on the matrices of the blocks, fused AdamW on all others.
+    """torch's Muon with Nesterov momentum on the matrices of the blocks, fused AdamW on all other parameters.
 
-    Muon's momentum has the dtype of the matrices; its Newton-Schulz iteration runs in bf16. Muon's updates have the
-    root mean square of AdamW's, so that one rate serves both.
+    Muon's momentum has the dtype of the matrices. The Newton-Schulz iteration runs in bf16. Muon's updates have the
+    root mean square of AdamW's, so both use the same learning rate.
     """
 
     weight_decay: float = key("under precision=bf16 it rounds away on the matrices", ge=0)
     momentum: float = key("decay of the momentum", ge=0, lt=1)
-    ns_steps: int = key("iterations of Newton and Schulz", ge=1, le=99)
+    ns_steps: int = key("Newton-Schulz iterations", ge=1, le=99)
     elementwise = False
     rounds_stochastically = False
 

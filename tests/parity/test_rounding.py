@@ -124,7 +124,7 @@ def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, rows, mon
         return [p.detach(), *optimizer.state_tensors().values()]
 
     whole, calls, advance = trained(), [], adamw._advance
-    monkeypatch.setattr(adamw, "LARGEST", 7000)
+    monkeypatch.setattr(adamw, "MAX_PIECE", 7000)
     monkeypatch.setattr(adamw, "_advance", lambda *given: (calls.append(len(given[0])), advance(*given)))
     assert all(torch.equal(a, b) for a, b in zip(whole, trained(), strict=True))
     assert calls == rows * 3

@@ -116,7 +116,7 @@ PADDED += [padded("adamw", "bf16", backbone) for backbone in ("lora", "cola_lax 
 @pytest.mark.parametrize(("optimizer", "precision", "backbone"), PADDED)
 def test_padding_stays_zero_bit_for_bit(optimizer, precision, backbone, monkeypatch):
     """The padding of weights, masters and moments: 91 channels are padded to 128, and LOST's rank of 7 to 8."""
-    monkeypatch.setattr(adamw, "SMALLEST", 256)  # values of the smallest moments in 8 bits, so that there are some
+    monkeypatch.setattr(adamw, "MIN_QUANTISED", 256)  # values of the smallest moments in 8 bits, so that there are some
     given = ("compile=false", "device=cpu", "train.global_batch=2", "train.micro_batch=2", "train.seq_len=4")
     cfg = small(*backbone.split(), f"optimizer={optimizer}", f"precision={precision}", *given)
     with Ranks(cfg) as ranks:
