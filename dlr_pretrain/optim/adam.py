@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,13 +88,10 @@ def move(p: Tensor, direction: Tensor, step: float, decay: float) -> None:
     p.copy_(w)
 
 
-def block_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The two-dimensional parameters of the transformer blocks, which optimizers treat as matrices."""
-    return {name: p for name, p in parameters.items() if name.startswith("model.layers.") and p.dim() == 2}
-
-
-def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
-    return {name: p for name, p in parameters.items() if name not in others}
+def block_matrices(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The two-dimensional parameters of the transformer blocks, and all other parameters, by name."""
+    matrices = {name: p for name, p in parameters.items() if name.startswith("model.layers.") and p.dim() == 2}
+    return matrices, {name: p for name, p in parameters.items() if name not in matrices}
 
 
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict]:

@@ -13,7 +13,7 @@ generator: they are the same on every rank and device, and after every restart.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -79,8 +79,7 @@ class EightBitOptions(Options):
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         _map(signed=True)  # imports torchao before code is compiled
-        quantised = {p for p in parameters.values() if p.numel() >= MIN_QUANTISED and p.numel() % self.block_size == 0}
-        return [WideAdamW(parameters, self, how, quantised, self.block_size)]
+        return [WideAdamW(parameters, self, how, self.block_size)]
 
     def problems(self, cfg: Config) -> Iterator[Problem]:
         return whole_tensors(cfg, "8-bit moments come in whole blocks")
@@ -96,7 +95,7 @@ class WideAdamW(torch.optim.Optimizer):
     changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks a second moment by a thousandth. First
     moments change by a tenth and are rounded to the nearest.
 
-    The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``block_size`` values.
+    With ``block_size``, moments of parameters that are large enough are stored in 8 bits, in blocks of so many values.
     """
 
     # As in torch's fused kernels, ``found_inf`` masks an update on the device, and ``grad_scale`` divides gradients
@@ -104,28 +103,18 @@ class WideAdamW(torch.optim.Optimizer):
     found_inf: Tensor  # both are set before each step
     grad_scale: Tensor | None
 
-    def __init__(
-        self,
-        parameters: dict[str, Tensor],
-        options: AdamOptions,
-        how: How,
-        quantised: Collection[Tensor] = (),
-        block_size: int = 1,
-    ):
+    def __init__(self, parameters: dict[str, Tensor], options: AdamOptions, how: How, block_size: int | None = None):
         groups = decay_groups(parameters, options.weight_decay)
         super().__init__(groups, {"lr": 0.0, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0})
-        self.rounding_keys, self.quantised = rounding_keys(parameters, how.rounding_seed), quantised
-        self.compiled, self.block_size = how.compiled, block_size
+        large = {p for p in parameters.values() if p.numel() >= MIN_QUANTISED}
+        self.quantised = {p for p in large if p.numel() % block_size == 0} if block_size else set()
+        self.block_size, self.compiled = block_size or 1, how.compiled
+        self.rounding_keys = rounding_keys(parameters, how.rounding_seed)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if how.compiled else _advance
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
-        graphs: AbstractContextManager = nullcontext()
-        if self.compiled:
-            from torch._dynamo.utils import disable_cache_limit  # takes a second to import
-
-            graphs = disable_cache_limit()  # one graph per shape
-        with graphs:
+        with _graph_per_shape() if self.compiled else nullcontext():
             for group in self.param_groups:
                 lr = torch.tensor(group["lr"], dtype=torch.float64)  # 0-d: does not widen the dtype of products
                 for p in group["params"]:
@@ -149,9 +138,11 @@ class WideAdamW(torch.optim.Optimizer):
         """A zero moment, as tensors by their names in the state."""
         if p not in self.quantised:
             return {entry: empty_state(p, p.shape, p.dtype).zero_()}
-        codes = empty_state(p, p.shape, torch.uint8).zero_()
-        scale = torch.zeros(p.numel() // self.block_size, device=p.device)
-        return dict(zip(_names(entry), (codes, scale, torch.tensor(_map(signed), device=p.device)), strict=True))
+        return {
+            f"{entry}.codes": empty_state(p, p.shape, torch.uint8).zero_(),
+            f"{entry}.scale": torch.zeros(p.numel() // self.block_size, device=p.device),
+            f"{entry}.map": torch.tensor(_map(signed), device=p.device),
+        }
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
         """Yield what each pass updates: all of ``w``, or so many rows that temporaries stay small and blocks whole."""
@@ -167,15 +158,17 @@ class WideAdamW(torch.optim.Optimizer):
             yield w[first:end], g[first:end], *moments, own_keys
 
 
-def _names(entry: str) -> tuple[str, str, str]:
-    return f"{entry}.codes", f"{entry}.scale", f"{entry}.map"
+def _graph_per_shape() -> AbstractContextManager:
+    """Lift Dynamo's limit on the graphs of a function: ``_advance`` has one per shape."""
+    from torch._dynamo.utils import disable_cache_limit  # takes a second to import
+
+    return disable_cache_limit()
 
 
 def _moment(state: Mapping[str, Tensor], entry: str) -> Moment:
     if entry in state:
         return state[entry]
-    codes, scale, values = (state[name] for name in _names(entry))
-    return codes, scale, values
+    return state[f"{entry}.codes"], state[f"{entry}.scale"], state[f"{entry}.map"]
 
 
 @cache

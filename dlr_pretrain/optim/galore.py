@@ -13,16 +13,7 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
 from dlr_pretrain.config.tree import How, key
-from dlr_pretrain.optim.adam import (
-    Adam,
-    AdamOptions,
-    block_matrices,
-    decay_groups,
-    empty_state,
-    move,
-    whole_tensors,
-    without,
-)
+from dlr_pretrain.optim.adam import Adam, AdamOptions, block_matrices, decay_groups, empty_state, move, whole_tensors
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -35,9 +26,9 @@ class Options(AdamOptions):
     refresh_every: int = key("updates between renewals of the projectors", ge=1)
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
-        matrices = block_matrices(parameters)
+        matrices, others = block_matrices(parameters)
         projected = [group | {"projected": True} for group in decay_groups(matrices, self.weight_decay)]
-        groups = projected + decay_groups(without(parameters, matrices), self.weight_decay)
+        groups = projected + decay_groups(others, self.weight_decay)
         return [Fira(groups, self) if isinstance(self, FiraOptions) else GaLore(groups, self)]
 
     def problems(self, cfg: Config) -> Iterator[Problem]:

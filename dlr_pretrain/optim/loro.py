@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
 from dlr_pretrain.config.tree import How, key
-from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole_tensors, without
+from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole_tensors
 
 
 @dataclass
@@ -27,9 +27,10 @@ class Options(AdamOptions):
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}
         names = [name for a, b in downs.items() if a in parameters for name in (b, a)]
+        others = {name: p for name, p in parameters.items() if name not in names}
         pairs = {"params": [parameters[name] for name in names], "weight_decay": self.weight_decay}
         pairs["hidden_size"] = parameters["model.embed_tokens.weight"].shape[1]
-        return [Loro([*decay_groups(without(parameters, names), self.weight_decay), pairs], self)]
+        return [Loro([*decay_groups(others, self.weight_decay), pairs], self)]
 
     @property
     def restart_every(self) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlr_pretrain.config import Config, Problem
 from dlr_pretrain.config.tree import How, key
 from dlr_pretrain.optim import adamw
-from dlr_pretrain.optim.adam import block_matrices, decay_groups, whole_tensors, without
+from dlr_pretrain.optim.adam import block_matrices, decay_groups, whole_tensors
 
 
 @dataclass
@@ -29,14 +29,14 @@ class Options(adamw.Options):
     rounds_stochastically = False
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
-        matrices = block_matrices(parameters)
+        matrices, others = block_matrices(parameters)
         muon = torch.optim.Muon(
             decay_groups(matrices, self.weight_decay),
             momentum=self.momentum,
             ns_steps=self.ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )
-        return [muon, *super().build(without(parameters, matrices), how)]
+        return [muon, *super().build(others, how)]
 
     def problems(self, cfg: Config) -> Iterator[Problem]:
         return whole_tensors(cfg)
