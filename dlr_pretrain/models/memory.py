@@ -180,6 +180,6 @@ def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | No
     residuals = Residuals(model, cfg.dlr, values or parameters)
     residuals.put_in()
     whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
-    rows = {name: of.rows for name, of in entries(model, cfg.dlr).items()}
-    own = sum(int((of < -(-len(parameters[name]) // shards)).sum()) for name, of in rows.items())
+    rows = {name: found.rows for name, found in entries(model, cfg.dlr).items()}
+    own = sum(int((at < -(-len(parameters[name]) // shards)).sum()) for name, at in rows.items())
     return whole + (residuals.nbytes() - whole) * own // sum(map(len, rows.values()))

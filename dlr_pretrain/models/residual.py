@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def plus(entries: Tensor, betas: Tensor | float) -> Tensor:
     return (entries.to(at_least_fp32(entries.dtype)) + betas).to(entries.dtype)
 
 
-class Entries(NamedTuple):
+@dataclass(frozen=True)
+class Entries:
     """The entries of a fused B [G pad_out, r] that receive a residual, [n] each."""
 
     rows: Tensor
@@ -58,8 +60,16 @@ class Entries(NamedTuple):
         """The entries in the rows of ``b`` that this rank holds, on its device; rows count from the rank's first."""
         first, end = sharded.span(b)
         here = (first <= self.rows) & (self.rows < end)
-        rows, columns, projections = (t[here].to(b.device) for t in self[:3])
+        rows, columns, projections = (t[here].to(b.device) for t in (self.rows, self.columns, self.projections))
         return Entries(rows - first, columns, projections, self.divisor)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, slice]]:
+        """The number of each projection, and the slice of its entries."""
+        numbers, counts = torch.unique_consecutive(self.projections.cpu(), return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        slices = [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+        return list(zip(numbers.tolist(), slices, strict=True))
 
 
 def entries(model: nn.Module, dlr: Dlr) -> dict[str, Entries]:
@@ -114,14 +124,13 @@ class Residuals:
         updated = [values[name] for name in found]
         self.alpha: Tensor | None = strengths(model, dlr, like=updated[0]).get(ALPHA)
         self.learned = own if dlr.learn_alpha else {}
-        self.parts: dict[str, tuple[list[int], list[slice]]] = {}  # see ``alpha_gradient``
         _into_one_storage_(weights)
         if updated[0] is not weights[0]:
             _into_one_storage_(updated)
         put_in = torch.compile(_put_in, fullgraph=True, dynamic=True) if compiled else _put_in
         groups: dict[int, list[tuple[Tensor, Tensor, Entries]]] = {}
-        for w, v, of in zip(weights, updated, own.values(), strict=True):
-            groups.setdefault(sharded.local_rows(w).untyped_storage()._cdata, []).append((w, v, of))
+        for part in zip(weights, updated, own.values(), strict=True):
+            groups.setdefault(sharded.local_rows(part[0]).untyped_storage()._cdata, []).append(part)
         self.storages = [_Storage(group, dlr.alpha, self.alpha, put_in) for group in groups.values()]
 
     @torch.no_grad()
@@ -138,7 +147,7 @@ class Residuals:
 
     def nbytes(self) -> int:
         """Bytes of all tensors here except weights and values: indices, alphas, and the entries of B."""
-        learned = [tensor for own in self.learned.values() for tensor in own[:3]]
+        learned = [t for own in self.learned.values() for t in (own.rows, own.columns, own.projections)]
         held = [self.alpha, *learned, *(tensor for storage in self.storages for tensor in storage.held())]
         return sum({id(tensor): tensor.nbytes for tensor in held if tensor is not None}.values())
 
@@ -149,9 +158,7 @@ class Residuals:
         total = torch.zeros_like(self.alpha)
         for name, own in self.learned.items():
             entries = sharded.local_rows(gradients[name])[own.rows, own.columns].to(total.dtype) / own.divisor
-            if name not in self.parts:
-                self.parts[name] = _parts(own.projections)
-            for number, part in zip(*self.parts[name], strict=True):  # index_add_ is not deterministic on a GPU
+            for number, part in own.parts:  # index_add_ is not deterministic on a GPU
                 total[number] = entries[part].sum()
         return sharded.summed_(total, gradients[name])
 
@@ -162,17 +169,17 @@ class _Storage:
     def __init__(
         self, group: list[tuple[Tensor, Tensor, Entries]], alpha: float, learned: Tensor | None, put_in: Callable
     ):
-        (weight, value, _), own = group[0], [own for _, _, own in group]
+        weight, value, _ = group[0]
         self.in_place, self.learned, self.add = weight is value, learned, put_in
         self.weights = _memory(weight)
         self.values = self.weights if self.in_place else _memory(value)  # torch 2.11 does not compile two aliases
-        self.write_at = torch.cat([_places(w, of) for w, _, of in group])
-        self.read_at = self.write_at if self.in_place else torch.cat([_places(v, of) for _, v, of in group])
+        self.write_at = torch.cat([_places(w, own) for w, _, own in group])
+        self.read_at = self.write_at if self.in_place else torch.cat([_places(v, own) for _, v, own in group])
         wide = at_least_fp32(self.values.dtype)
-        divisors = [torch.full((len(of.rows),), of.divisor, dtype=torch.float64) for of in own]
+        divisors = [torch.full((len(own.rows),), own.divisor, dtype=torch.float64) for _, _, own in group]
         self.betas = (alpha / torch.cat(divisors)).to(self.weights.device, wide)
         if learned is not None:
-            self.projections = torch.cat([of.projections for of in own])
+            self.projections = torch.cat([own.projections for _, _, own in group])
             self.divisors = torch.cat(divisors).to(self.weights.device, wide)
         self.kept: Tensor | None = None  # the entries of B while the weights hold W
 
@@ -197,13 +204,6 @@ def _put_in(weights: Tensor, values: Tensor, write_at: Tensor, read_at: Tensor, 
     b = values[read_at]
     weights[write_at] = plus(b, betas).to(weights.dtype)
     return b
-
-
-def _parts(projections: Tensor) -> tuple[list[int], list[slice]]:
-    """The numbers that occur in the ascending ``projections``, and the slice of each."""
-    numbers, counts = torch.unique_consecutive(projections.cpu(), return_counts=True)
-    ends = counts.cumsum(0).tolist()
-    return numbers.tolist(), [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ class InOut(Protocol):
     def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
-def state_bytes(chosen: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
+def state_bytes(options: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
     """Bytes of all ``state_tensors`` (counters included) after an update of every parameter.
 
     The update runs on the meta device: it needs only the names, shapes and dtypes of ``parameters``.
@@ -40,21 +40,21 @@ def state_bytes(chosen: OptimizerOptions, parameters: Mapping[str, Tensor], spli
     shaped = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     for p in shaped.values():
         p.requires_grad_().grad = torch.empty_like(p)
-    optimizer = Optimizer(chosen, shaped, split=split)
+    optimizer = Optimizer(options, shaped, split=split)
     optimizer.collect()
     optimizer.update(0.0, skip=torch.zeros(()), index=0)
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
 
 
 def checkpoint_bytes(
-    chosen: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict
+    options: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict
 ) -> int:
     """Bytes of a checkpoint's tensors: ``state`` (parameters, buffers, learned alphas), and the optimizer's state.
 
     ``trained`` are the names of the parameters that the optimizer updates.
     """
     optimized = {name: state[name] for name in (*trained, ALPHA) if name in state}
-    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(chosen, optimized, split)
+    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(options, optimized, split)
 
 
 class Optimizer:
@@ -67,7 +67,7 @@ class Optimizer:
 
     def __init__(
         self,
-        chosen: OptimizerOptions,
+        options: OptimizerOptions,
         working: Mapping[str, Tensor],
         *,
         values: Mapping[str, Tensor] | None = None,
@@ -84,9 +84,9 @@ class Optimizer:
         ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
         rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
         """
-        if rounding_seed is not None and not chosen.rounds_stochastically:
-            raise ValueError(f"optimizer={chosen.name} does not round stochastically")
-        whole = chosen.elementwise or any(map(sharded.is_sharded, working.values()))
+        if rounding_seed is not None and not options.rounds_stochastically:
+            raise ValueError(f"optimizer={options.name} does not round stochastically")
+        whole = options.elementwise or any(map(sharded.is_sharded, working.values()))
         self.working, self.residuals, self.split = dict(working), residuals, dict if whole else split
         self.has_masters = values is not None
         self.values = dict(working if values is None else values)
@@ -95,7 +95,7 @@ class Optimizer:
         self.values |= alpha
         seen = {name: self.values[name] for name in self.trained}
         self.optimized = (seen if whole else self.split({n: v.detach() for n, v in seen.items()})) | alpha
-        self.parts = chosen.build(self.optimized, How(compiled, rounding_seed))
+        self.parts = options.build(self.optimized, How(compiled, rounding_seed))
         model, rows = set(working.values()), map(sharded.local_rows, self.optimized.values())
         self.borrowed = [p for p in rows if p not in model]  # masters, views, and local rows of shards
         self.reads_on_device = all(map(_reads_found_inf, self.parts))
@@ -131,7 +131,7 @@ class Optimizer:
         if ALPHA in self.optimized and self.residuals is not None:
             gradients[ALPHA] = self.residuals.alpha_gradient(gradients)
         for name, gradient in self.split(gradients).items():
-            self.optimized[name].grad = gradient
+            sharded.local_rows(self.optimized[name]).grad = sharded.local_rows(gradient)
         return list(gradients.values())
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
@@ -151,9 +151,6 @@ class Optimizer:
             if skipped:
                 return
         with self.taken_out():
-            for p in self.optimized.values():
-                if sharded.is_sharded(p):
-                    sharded.local_rows(p).grad = None if p.grad is None else sharded.local_rows(p.grad)
             for part in self.parts:
                 for group in part.param_groups:
                     group["lr"] = lr

@@ -11,11 +11,10 @@ def rate(cfg: Config, update: int) -> float:
     """The learning rate of update ``update`` (counted from 0) in the run ``cfg``."""
     if cfg.optimizer.restart_every:
         return cfg.optimizer.rate(cfg, update)
-    t, every, since_merge = cfg.train, cfg.backbone.merge_every, 1.0
-    if every:
-        since_merge = restarted(update, every, cfg.backbone.restart_warmup)
+    t, every = cfg.train, cfg.backbone.merge_every
+    factor = restarted(update, every, cfg.backbone.restart_warmup) if every else 1.0
     span = t.steps, cfg.warmup_steps, t.lr, t.min_lr_ratio
-    return since_merge * decayed(update, *span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
+    return factor * decayed(update, *span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
 
 
 def merge_due(cfg: Config, step: int) -> bool:

@@ -229,7 +229,7 @@ def with_checkpointing(cfg: Config, mode: str) -> Config:
 
 @torch.no_grad()
 def disturbed(cfg: Config, dtype: torch.dtype = torch.float64, vocabulary: int = VOCAB) -> Llama:
-    """The model of ``cfg`` with noise on all constant initial values (norms, biases, a zero B), which could hide a term.
+    """The model of ``cfg`` with noise on constant initial values (norms, biases, a zero B), which could hide a term.
 
     The embedding has unit scale: at 0.02 the first norm would multiply rounding errors by 50.
     """
