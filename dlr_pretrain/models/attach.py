@@ -128,7 +128,7 @@ def fold_(module: nn.Module) -> int:
         raise ValueError("this module has no residual: attach_dlr was not called, or fold_ was called already")
     if _is_sharded(module):
         fix = "Gather a full state dict, load it into a model that attach_dlr was called on, and fold that"
-        raise ValueError(f"fully_shard holds these weights, and goes on with B. {fix}")
+        raise ValueError(f"fully_shard holds these weights and would restore B. {fix}")
     for _, linear in carrying:
         own: Any = type(linear)  # copies by deepcopy share this class, and torch deletes ``weight`` from it
         linear.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))

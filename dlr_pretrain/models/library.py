@@ -68,7 +68,7 @@ def multiply_(module: nn.Module) -> int:
     """
     layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, FactorizedLinear)]
     if not layers:
-        raise ValueError("this module has no layers of factorize_")
+        raise ValueError("no layer of this module is from factorize_")
     for name, layer in layers:
         if residuals(layer):
             raise ValueError(f"{name}: its residual is not in the weight yet. Call fold_ first")

@@ -95,10 +95,9 @@ def block_matrices(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
 
 
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict]:
-    """Parameter groups for ``torch.optim``, one per weight decay.
+    """Parameter groups for ``torch.optim``, one per weight decay, with this rank's rows of sharded parameters.
 
-    Learned alphas are not decayed, because at alpha = 0 the residual vanishes. Of sharded parameters, groups hold this
-    rank's rows.
+    Learned alphas are not decayed, because at alpha = 0 the residual vanishes.
     """
     groups: dict[float, list[Tensor]] = {}
     for name, p in parameters.items():

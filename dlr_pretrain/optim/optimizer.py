@@ -95,12 +95,13 @@ class Optimizer:
         self.values |= alpha
         seen = {name: self.values[name] for name in self.trained}
         self.optimized = (seen if whole else self.split({n: v.detach() for n, v in seen.items()})) | alpha
+        self.rows = {name: sharded.local_rows(p) for name, p in self.optimized.items()}  # the parameters of the parts
         self.parts = options.build(self.optimized, How(compiled, rounding_seed))
-        model, rows = set(working.values()), map(sharded.local_rows, self.optimized.values())
-        self.borrowed = [p for p in rows if p not in model]  # masters, views, and local rows of shards
-        self.reads_on_device = all(map(_reads_found_inf, self.parts))
         owner = {id(p): part for part in self.parts for group in part.param_groups for p in group["params"]}
-        self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.optimized.items()}
+        self.part_of = {name: owner[id(rows)] for name, rows in self.rows.items()}
+        self.reads_on_device = all(map(_reads_found_inf, self.parts))
+        model = set(working.values())
+        self.borrowed = [p for p in self.rows.values() if p not in model]  # masters, views, and local rows of shards
         self.put_in()  # until here the working weights held B
 
     @torch.no_grad()
@@ -131,25 +132,23 @@ class Optimizer:
         if ALPHA in self.optimized and self.residuals is not None:
             gradients[ALPHA] = self.residuals.alpha_gradient(gradients)
         for name, gradient in self.split(gradients).items():
-            sharded.local_rows(self.optimized[name]).grad = sharded.local_rows(gradient)
+            self.rows[name].grad = sharded.local_rows(gradient)
         return list(gradients.values())
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
         """Update all parameters at rate ``lr`` by the collected gradients times ``factor``, unless ``skip`` is 1.
 
         If ``skip`` is 1, parameters and state do not change. ``skip`` and ``factor`` are fp32 scalars on the device.
-        An update may overwrite the gradients. ``index`` is the update's index in the run, counted from 0; loro
-        takes exact steps by it.
+        An update may overwrite the gradients. ``index`` is the update's index in the run, counted from 0: it decides
+        when loro takes an exact step.
 
         adamw and adamw_8bit read both scalars on the device, through the hooks of torch's gradient scaler: the host
         does not wait, and gradients are scaled in fp32 as they are read. If any part lacks these hooks, the host waits
         once for both scalars.
         """
-        number: Tensor | float | None = None  # the factor for parts without the hooks
-        if not self.reads_on_device:
-            skipped, number = _on_host(skip, factor)
-            if skipped:
-                return
+        skipped, on_host = (False, None) if self.reads_on_device else _on_host(skip, factor)
+        if skipped:
+            return
         with self.taken_out():
             for part in self.parts:
                 for group in part.param_groups:
@@ -158,9 +157,9 @@ class Optimizer:
                     part.index = index
                 if _reads_found_inf(part):
                     vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
-                elif number is not None and number != 1.0:
+                elif on_host is not None and on_host != 1.0:
                     gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-                    torch._foreach_mul_(gradients, number)
+                    torch._foreach_mul_(gradients, on_host)
                 part.step()
 
     def clear(self) -> None:
@@ -188,7 +187,7 @@ class Optimizer:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
             states.setdefault(name, {})[entry] = _own(self.optimized[name], self.part_of[name], entry, stored)
         for name, state in states.items():
-            self.part_of[name].state[sharded.local_rows(self.optimized[name])] = state
+            self.part_of[name].state[self.rows[name]] = state
 
     def release(self) -> None:
         """Free the state after the last update: the device may lack the memory to fold beside it."""
@@ -215,8 +214,8 @@ class Optimizer:
                 value.masked_fill_(sharded.own_part(p, dropped), zero)
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
-        for name, p in self.optimized.items():
-            for entry, value in self.part_of[name].state.get(sharded.local_rows(p), {}).items():
+        for name, p in self.rows.items():
+            for entry, value in self.part_of[name].state.get(p, {}).items():
                 yield name, entry, value
 
 

@@ -393,7 +393,7 @@ def test_fold_and_multiply_refuse_the_wrong_order():
     model = layer()
     with pytest.raises(ValueError, match="no residual: attach_dlr was not called"):
         fold_(model)
-    with pytest.raises(ValueError, match="no layers of factorize_"):
+    with pytest.raises(ValueError, match="no layer of this module is from factorize_"):
         multiply_(model)
     factorize_(model, 3, "b")
     attach_dlr(model, match="b.b")
