@@ -1,7 +1,7 @@
-"""The names of an exported model: fused tensors are split into those of each projection, without padding.
+"""Exported tensor names: fused tensors are split into the tensors of each projection, without padding.
 
-``model.layers.0.self_attn.qkv.b`` [3 d_out, r] is ``model.layers.0.self_attn.q_proj.b.weight`` [d_out, r], and the
-same of ``k_proj`` and ``v_proj``. Everything outside the layers has one name.
+``model.layers.0.self_attn.qkv.b`` [3 d_out, r] becomes ``model.layers.0.self_attn.q_proj.b.weight`` [d_out, r] and the
+same for ``k_proj`` and ``v_proj``. Tensors outside the layers keep their names.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dlr_pretrain.models.layer import named_layers, projections
 
 
 def split(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` of ``model`` by their exported names: views, each of one projection, without its padding."""
-    layers, own = dict(named_layers(model)), {}
+    """Views of the ``tensors`` of ``model``, one per projection and without padding, by their exported names."""
+    layers, exported = dict(named_layers(model)), {}
     for name, tensor in tensors.items():
         path, _, fused = name.rpartition(".")
         if path not in layers:
-            own[name] = tensor
+            exported[name] = tensor
             continue
         layer = layers[path]
         leaf, shape = layer.parts[fused]
         for projection, rows in zip(projections(path, layer), layer.each(tensor).unbind(0), strict=True):
-            own[f"{projection}.{leaf}"] = rows[tuple(map(slice, shape))]
-    return own
+            exported[f"{projection}.{leaf}"] = rows[tuple(map(slice, shape))]
+    return exported
 
 
-def sizes(model: nn.Module) -> dict[str, int]:
-    """The values of each parameter of ``model``, by its name, without padding."""
+def unpadded_sizes(model: nn.Module) -> dict[str, int]:
+    """The number of values in each parameter of ``model``, without padding, by its name in the model."""
     fused = {
         f"{path}.{name}": layer.count * math.prod(part.shape)
         for path, layer in named_layers(model)
@@ -42,8 +42,8 @@ def sizes(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def load_(model: nn.Module, exported: Mapping[str, Tensor]) -> None:
-    """Load ``exported``, all tensors of ``model`` by their exported names; padding becomes zero."""
-    zero_padding_(model)
+    """Load ``exported``, which holds all tensors of ``model`` by their exported names. Padding becomes zero."""
+    zero_layers_(model)
     own = split(model, model.state_dict())
     if own.keys() != exported.keys():
         raise KeyError(f"not the tensors of this model: {sorted(own.keys() ^ exported.keys())[:5]}")
@@ -52,8 +52,8 @@ def load_(model: nn.Module, exported: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def zero_padding_(model: nn.Module) -> None:
-    """Make the padding of uninitialised memory zero, and everything else in the layers."""
+def zero_layers_(model: nn.Module) -> None:
+    """Zero all tensors of the layers, which may be uninitialised memory, and with them their padding."""
     for _, layer in named_layers(model):
         for tensor in layer.state_dict().values():
             tensor.zero_()

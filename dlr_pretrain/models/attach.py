@@ -1,13 +1,13 @@
-"""Duplicated Latent Residuals in anybody's model and loop: y = B z + beta R^T z, as a parametrization of B.
+"""Duplicated latent residuals (DLR) in any model and loop: y = B z + beta R^T z, as a parametrization of B.
 
     attach_dlr(model)                 # B -> B + beta R^T, in any module with up-projections
     ...                               # any loop, optimizer or trainer; they see B
     fold_(model)                      # the plain low-rank model, at no extra cost
 
 Forward and backward passes multiply by W = round(B + beta R^T). Gradients reach B unchanged, and weight decay acts on B
-alone. A ``state_dict`` holds B under the names of ``torch.nn.utils.parametrize`` and, beside each B, its strength and
-grouping: a plain model refuses it, and so does one with another residual. Our own trainer holds W instead, which costs
-no kernels in a forward pass; see ``residual``.
+alone. A ``state_dict`` holds B under the names of ``torch.nn.utils.parametrize``, with the strength and grouping of its
+residual beside it. A model without this residual therefore refuses the ``state_dict``. Our own trainer stores W in the
+model instead, which adds no kernels to a forward pass (see ``residual``).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Match = str | Callable[[str, nn.Linear], bool]
 class Residual(nn.Module):
     """B [d_out, rank] -> B + beta R^T, formed in fp32 (fp64 for fp64) and rounded once.
 
-    ``alpha`` is a number, or a parameter [1] to learn. ``name`` is that of the layer.
+    ``alpha`` is a number, or a parameter [1] to learn. ``name`` is the name of the layer in error messages.
     """
 
     columns: Tensor
 
-    def __init__(self, name: str, columns: Tensor, rank: int, alpha: float | nn.Parameter, divisor: float):
+    def __init__(self, name: str, columns: Tensor, alpha: float | nn.Parameter, divisor: float):
         super().__init__()
-        self.name, self.rank, self.alpha, self.divisor = name, rank, alpha, divisor
+        self.name, self.alpha, self.divisor = name, alpha, divisor
         self.register_buffer("columns", columns, persistent=False)
 
     def forward(self, b: Tensor) -> Tensor:
         wide = at_least_fp32(b.dtype)
         alpha = self.alpha.to(wide) if isinstance(self.alpha, Tensor) else self.alpha
-        receives = self.columns[:, None] == torch.arange(self.rank, device=b.device)
-        return (b.to(wide) + receives.to(wide) * (alpha / self.divisor)).to(b.dtype)
+        r_t = self.columns[:, None] == torch.arange(b.shape[1], device=b.device)
+        return (b.to(wide) + r_t.to(wide) * (alpha / self.divisor)).to(b.dtype)
 
     def get_extra_state(self) -> Tensor:
-        """[beta, CRC-32 of the columns], in float64. A learned alpha is in the state itself; 1 replaces it here."""
+        """[beta, CRC-32 of the columns], in float64. If alpha is learned, beta is for alpha = 1."""
         alpha = 1.0 if isinstance(self.alpha, Tensor) else self.alpha
         checksum = zlib.crc32(self.columns.cpu().numpy().tobytes())
         return torch.tensor([alpha / self.divisor, checksum], dtype=torch.float64)
@@ -78,17 +78,16 @@ def attach_dlr(
 ) -> list[str]:
     """Attach a duplicated latent residual to the up-projections of ``module``; returns their names.
 
-    ``match`` chooses the up-projections, each an ``nn.Linear`` with weight [d_out, rank], with or without bias: a glob
-    over their names or a predicate (name, linear). By default they are the second factors of low-rank modules,
-    which are modules with children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear layer. Adapters
-    of PEFT are found as well.
+    An up-projection is an ``nn.Linear`` with weight [d_out, rank], with or without bias. ``match`` chooses them: it is
+    a glob over names, or a predicate (name, linear). The default is the second factor of each module with children
+    named as in ``FACTOR_NAMES`` (PEFT's adapters included), or ``module`` itself if it is a linear layer.
 
-    Arguments for the paper's ablations: ``grouping`` says which output receives which latent ("random" depends on
-    ``seed`` and the name of the module that holds the up-projection, see ``columns_of``). ``learn_alpha`` makes alpha a
-    parameter of each layer. With ``train_b=False`` B is frozen at zero.
+    The paper's ablations: ``grouping`` says which output receives which latent ("random" depends on ``seed`` and on
+    the name of the module that holds the up-projection, see ``columns_of``). ``learn_alpha`` makes alpha a parameter of
+    each layer. ``train_b=False`` freezes B at zero.
 
-    ``keep_output`` subtracts beta R^T from B first, so that the module still computes what it computes now. It is meant
-    for trained weights, such as the truncated SVD of dense ones. The weights must be fp32 or wider: next to -beta, bf16
+    ``keep_output`` first subtracts beta R^T from B, so the module still computes what it computes now. Use it for
+    trained weights, such as the truncated SVD of dense ones. The weights must be fp32 or wider: next to -beta, bf16
     would round away B's own values and most of their updates.
 
     Raises ValueError if nothing matches, if a layer has a residual already, if another module uses the same weight, if
@@ -101,36 +100,37 @@ def attach_dlr(
     targets = dict(_up_projections(module, match))
     _require_fit(module, targets, keep_output)
     for name, linear in targets.items():
-        d_out, rank = linear.weight.shape
-        columns = columns_of(grouping, _holder(name), d_out, rank, seed).to(linear.weight.device)
+        b, holder = linear.weight, name.rpartition(".")[0] or name
+        d_out, rank = b.shape
+        columns = columns_of(grouping, holder, d_out, rank, seed).to(b.device)
         divisor = divisor_of(d_out, rank, variance_correction)
         with torch.no_grad():
             if not train_b:
-                linear.weight.requires_grad_(False).zero_()
+                b.requires_grad_(False).zero_()
             if keep_output:
-                linear.weight.copy_(Residual(name, columns, rank, -alpha, divisor)(linear.weight))
-        own: float | nn.Parameter = alpha
+                b.copy_(Residual(name, columns, -alpha, divisor)(b))
+        strength: float | nn.Parameter = alpha
         if learn_alpha:
-            own = nn.Parameter(linear.weight.new_full((1,), alpha, dtype=at_least_fp32(linear.weight.dtype)))
-        residual = Residual(name or "the module", columns, rank, own, divisor)
+            strength = nn.Parameter(b.new_full((1,), alpha, dtype=at_least_fp32(b.dtype)))
+        residual = Residual(name or "the module", columns, strength, divisor)
         parametrize.register_parametrization(linear, "weight", residual)
     return list(targets)
 
 
 def fold_(module: nn.Module) -> int:
-    """Put the residual into the weights for good and remove it; returns the number of folded layers.
+    """Add the residuals to the weights permanently and remove them; returns the number of folded layers.
 
-    The folded tensors are those that a forward pass forms, bit for bit, and the parameters remain the same objects.
-    Raises ValueError if there is no residual, or if weights are sharded.
+    The folded tensors equal those of a forward pass bit for bit. The parameters remain the same objects.
+    Raises ValueError if ``module`` has no residual, or if its weights are sharded.
     """
     carrying = residuals(module)
     if not carrying:
         raise ValueError("this module has no residual: attach_dlr was not called, or fold_ was called already")
     if _is_sharded(module):
         fix = "Gather a full state dict, load it into a model that attach_dlr was called on, and fold that"
-        raise ValueError(f"fully_shard holds these weights, and goes on with B. {fix}")
+        raise ValueError(f"fully_shard holds these weights and would restore B. {fix}")
     for _, linear in carrying:
-        own: Any = type(linear)  # shared with copies by deepcopy; torch would delete ``weight`` from all of them
+        own: Any = type(linear)  # copies by deepcopy share this class, and torch deletes ``weight`` from it
         linear.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
         parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
     return len(carrying)
@@ -149,11 +149,6 @@ def matching(module: nn.Module, match: Match) -> Iterator[tuple[str, nn.Linear]]
             yield name, linear
 
 
-def full_name(module: str, leaf: str) -> str:
-    """The name of a parameter of the submodule ``module``, which is empty for the module itself."""
-    return f"{module}.{leaf}" if module else leaf
-
-
 def _carries(module: nn.Module) -> bool:
     if not parametrize.is_parametrized(module, "weight"):
         return False
@@ -161,7 +156,7 @@ def _carries(module: nn.Module) -> bool:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` holds weights of ``module``. After a forward pass they may be whole for a while."""
+    """Whether ``fully_shard`` holds weights of ``module``; after a forward pass it may leave them whole for a while."""
     return any(hasattr(m, "reshard") for m in module.modules()) or any(map(sharded.is_sharded, module.parameters()))
 
 
@@ -177,17 +172,12 @@ def _up_projections(module: nn.Module, match: Match | None) -> Iterator[tuple[st
             for adapter, a in downs.items():
                 b = ups.get(adapter)
                 if isinstance(a, nn.Linear) and isinstance(b, nn.Linear) and a.out_features == b.in_features:
-                    yield full_name(name, f"{up}.{adapter}" if adapter else up), b
+                    yield ".".join(filter(None, (name, up, adapter))), b
 
 
 def _by_adapter(child: nn.Module | None) -> dict[str, nn.Module | None]:
-    """PEFT keeps the factors of each adapter by its name."""
+    """The factors by the name of their adapter, as PEFT keeps them; others under an empty name."""
     return dict(child.items()) if isinstance(child, nn.ModuleDict) else {"": child}
-
-
-def _holder(name: str) -> str:
-    """The module that holds the up-projection ``name``, or the up-projection where nothing does."""
-    return name.rpartition(".")[0] or name
 
 
 def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: bool) -> None:
@@ -197,7 +187,9 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: 
     if _is_sharded(module):
         raise ValueError("fully_shard holds the weights of this module: call attach_dlr before it")
     named = [
-        (full_name(n, leaf), p) for n, m in module.named_modules() for leaf, p in m.named_parameters(recurse=False)
+        (f"{name}.{leaf}".removeprefix("."), p)
+        for name, holder in module.named_modules()
+        for leaf, p in holder.named_parameters(recurse=False)
     ]
     for name, linear in targets.items():
         here = name or "the module"
@@ -205,11 +197,11 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: 
             raise ValueError(f"{here} has a residual already")
         if linear.out_features < linear.in_features:
             rule = f"it maps {linear.in_features} to {linear.out_features} features"
-            raise ValueError(f"{here} is no up-projection: {rule}. Choose second factors alone by match=")
+            raise ValueError(f"{here} is not an up-projection: {rule}. Choose second factors alone by match=")
         if linear.weight.is_meta:
             raise ValueError(f"{here} is on the meta device: call attach_dlr when its values are there")
         if type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
-            raise ValueError(f"{here}: its weight is computed from others, or quantised: there is no B to add to")
+            raise ValueError(f"{here}: its weight is computed from others, or quantised: it has no B to add to")
         if len(shared := [full for full, p in named if p is linear.weight]) > 1:
             raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")
         if keep_output and linear.weight.dtype.itemsize < 4:

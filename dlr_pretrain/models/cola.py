@@ -21,10 +21,7 @@ class Options(lowrank.Options):
 
 
 class Cola(LowRank):
-    """y = s B silu(A x) on all seven projections.
-
-    The SwiGLU keeps its SiLU, as in the DLR paper; CoLA's authors drop it from 350M on (option ``swiglu_silu``).
-    """
+    """y = s B silu(A x) on all seven projections. Option ``swiglu_silu`` keeps the SiLU of the SwiGLU."""
 
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h)

@@ -1,4 +1,4 @@
-"""Latent crossing on CoLA: ``lax`` with a SiLU between the factors."""
+"""LaX on CoLA: latent crossing with a SiLU between the factors."""
 
 from __future__ import annotations
 

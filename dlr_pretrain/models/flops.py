@@ -1,4 +1,4 @@
-"""FLOPs of a model, counted from the matrix products that its code runs, so that low-rank layers count as low-rank."""
+"""FLOPs of a model, counted from the matrix products that its code runs: low-rank layers count as low-rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.adapter import sizes
+from dlr_pretrain.models.adapter import unpadded_sizes
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
-# Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
-# have different peaks, and so do slices of it. There is no MFU for a GPU that is not listed, nor for fp32 products,
-# which run on slower units.
+# Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants and
+# slices of a GPU have different peaks. MFU is unknown for GPUs that are not listed, and for fp32 products, which run on
+# slower units.
 PEAK_FLOPS = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -37,12 +37,12 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
-    """FLOPs of forward and backward for one position, in micro-batches of ``micro_batch`` sequences.
+    """FLOPs per position of forward and backward pass, in micro-batches of ``micro_batch`` sequences.
 
     Each weight that multiplies a position costs 2 in the forward pass and 4 in the backward pass (2 if it is frozen).
     Causal attention costs 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its
-    weights), are divided by its positions. Embedding rows, padding, elementwise operations, the optimizer and what
-    activation checkpointing computes again do not count. The count runs the model's own code on the meta device.
+    weights), are divided by its positions. The count excludes embedding rows, padding, elementwise operations, the
+    optimizer and the recomputation of activation checkpointing. It runs the model's own code on the meta device.
     """
     d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
     cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
@@ -52,9 +52,9 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
 
 
 def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -> int:
-    """FLOPs of a micro-batch in all products except attention's, with ``num_layers`` blocks."""
+    """FLOPs of all products of a micro-batch except those of attention, with ``num_layers`` blocks."""
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
-    model = build_model(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # nothing is padded or formed again
+    model = build_model(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # no padding, no recomputation
     ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
     with attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
@@ -62,12 +62,12 @@ def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -
 
 
 def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
-    """The parameters of ``model``, without padding: "total", "trainable", and "folded", those of the deployed model.
+    """The numbers of parameters of ``model``, without padding: "total", "trainable", and "folded" (as deployed).
 
-    A learned strength of DLR is one a projection, and is folded into B. A backbone that is deployed dense becomes the
-    dense model.
+    A learned alpha (DLR) is one parameter per projection, and is folded into B. A backbone that is deployed dense
+    becomes the dense model.
     """
-    counted = sizes(model)
+    counted = unpadded_sizes(model)
     total = sum(counted.values())
     trained = sum(counted[name] for name, p in model.named_parameters() if p.requires_grad)
     learned, folded = 7 * cfg.scale.num_layers if cfg.dlr.enabled and cfg.dlr.learn_alpha else 0, total
@@ -80,9 +80,9 @@ def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
 
 @contextmanager
 def attention_as_on_a_gpu() -> Iterator[None]:
-    """Within this context, attention on the meta device runs as one of a GPU's fused operators.
+    """Run attention on the meta device as one of a GPU's fused operators.
 
-    Without it, the meta device runs the operator that forms the attention weights [T, T].
+    By default the meta device runs the operator that forms the attention weights [T, T].
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
@@ -96,7 +96,7 @@ def attention_as_on_a_gpu() -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The peak FLOP/s of one device for products in the working dtype of ``precision``, or None if it is not known."""
+    """Peak FLOP/s of one device for products in the working dtype of ``precision``; None if unknown."""
     if device.type != "cuda" or WORKING_DTYPE[precision] != torch.bfloat16:
         return None
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device))

@@ -9,7 +9,7 @@ from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
 
 
 class Options(BackboneOptions):
-    """A dense layer has no keys."""
+    """A dense layer has no options."""
 
 
 class Full(Layer):

@@ -1,6 +1,6 @@
-"""LaX: latent crossing, a gated path from a projection's latent to that of the same projection in the next block.
+"""LaX: latent crossing, a gated path from a projection's latent to the latent of the same projection in the next block.
 
-There is no activation between the factors. The order of operations is that of the authors' released code.
+The factors have no activation between them. The order of operations is that of the authors' released code.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Options(FactorOptions):
 class Lax(LowRank):
     """y = B z, z = phi(norm(A x + G(c))), where c is the z of the same projection in the previous block.
 
-    phi is ``activate``, norm is a LayerNorm over r. The first block, which has no c, computes z = phi(A x).
+    phi is ``activate``, and norm is a LayerNorm over r. The first block has no c and computes z = phi(A x).
 
-    With option ``gate`` "tensor", G(c) is E2^T C E1, where C [n1, n2] is c reshaped: n1 n2 = r, n1 <= n2, and both are
-    as close as possible. With "dense" it is W c + b.
+    With option ``gate`` "tensor", G(c) = E2^T C E1, where C [n1, n2] is c reshaped: n1 n2 = r, and n1 <= n2 are as
+    close as possible. With "dense", G(c) = W c + b.
     """
 
     options: Options
@@ -63,7 +63,7 @@ class Lax(LowRank):
         values = super().initial(seeded, name)
         for leaf, shape in self.parts.values():
             if leaf.startswith("gate."):
-                # a tensor gate: Kaiming's bound for a ReLU, by which each factor doubles the variance
+                # each factor of a tensor gate has Kaiming's bound for a ReLU, which doubles the variance
                 bound = (6 / shape[0]) ** 0.5 if self.options.gate == "tensor" else self.rank**-0.5
                 values[leaf] = seeded.uniform(f"{name}.{leaf}", shape, bound)
             elif leaf.startswith("norm."):
@@ -71,7 +71,7 @@ class Lax(LowRank):
         return values
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., pad_in], carried [..., G, r] -> z [..., G, r], and the latent that crosses to the next block."""
+        """x [..., pad_in], carried [..., G, r] -> z [..., G, r], which also crosses to the next block."""
         h = self.shared(x, self.a)
         z = self.activate(h if carried is None else self.normalise(h + self.gate(carried)))
         return z, z

@@ -1,12 +1,12 @@
-"""The linear layers of a block: projections of one shape that read the same input (q, k and v; gate and up; o; down).
+"""The linear layers of a block: projections of one shape that read the same input (q, k, v; gate, up; o; down).
 
 A layer is an ordinary module. Its parameters are *fused*: each holds the tensors of all projections, one below the
 other. ``adapter.split`` cuts them into the tensors of an exported model. Widths that are slow on tensor cores, such as
-5461, are padded inside the parameters with zeros. Gradients there are exactly zero, so the padding stays zero.
+5461, are padded with zeros inside the parameters. The padding has zero gradients and stays zero.
 
 A backbone is a subclass of ``Layer``. It declares its parameters, their initial values, and the formula of the layer
 in two halves: ``latent(x, carried) -> (z, carried)`` and ``expand(z) -> y``. In ``LowRank`` layers z is the vector that
-B multiplies. A dense layer is all in the second half.
+B multiplies. A dense layer has only the second half.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ALIGNMENT = 8  # widths of fast products are multiples of this
 
 @dataclass(frozen=True)
 class Spec:
-    """What a block requires of a layer: its projections' names and common shape, and the index of the block.
+    """The projections of a layer: their names, their common shape, and the index of their block.
 
-    ``pad_in`` and ``pad_out`` are the widths of the activations, at least ``d_in`` and ``d_out``; the rest is zero.
-    ``alignment`` is 1 where nothing is to be padded.
+    ``pad_in`` and ``pad_out`` are the widths of the activations: ``d_in`` and ``d_out`` plus padding. An ``alignment``
+    of 1 means no padding.
     """
 
     names: tuple[str, ...]
@@ -45,28 +45,28 @@ class Spec:
 
 
 class Part(NamedTuple):
-    """What a fused parameter is in one projection: the exported name, and the shape without padding."""
+    """One projection's part of a fused tensor: its exported name, and its shape without padding."""
 
     leaf: str
     shape: tuple[int, ...]
 
 
 class SeededInit:
-    """Initial values that depend on (seed, exported name) alone, not on device, number of ranks or backbone."""
+    """Initial values that depend on (seed, exported name) alone, not on the device, world size or backbone."""
 
     def __init__(self, seed: int):
         self.seed = seed
 
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-        """A CPU fp32 tensor of independent N(0, std^2) values."""
+        """An fp32 tensor on the CPU with values from N(0, std^2)."""
         return torch.randn(shape, generator=self.generator(name)) * std
 
     def uniform(self, name: str, shape: tuple[int, ...], bound: float) -> Tensor:
-        """A CPU fp32 tensor of independent values between -bound and bound."""
+        """An fp32 tensor on the CPU with values from U(-bound, bound)."""
         return (torch.rand(shape, generator=self.generator(name)) * 2 - 1) * bound
 
     def kaiming(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A weight [d_out, d_in] of independent values between -1/sqrt(d_in) and 1/sqrt(d_in)."""
+        """A weight [d_out, d_in] with values from U(-1/sqrt(d_in), 1/sqrt(d_in))."""
         return self.uniform(name, shape, shape[1] ** -0.5)
 
     def generator(self, name: str) -> torch.Generator:
@@ -74,13 +74,13 @@ class SeededInit:
 
 
 class Layer(nn.Module, ABC):
-    """G projections of one shape that read the same input; the base of every backbone.
+    """G projections of one shape that read the same input; the base class of every backbone.
 
     A subclass declares its parameters by ``fuse``, draws their initial values (``initial``), and computes the layer in
-    two halves (``latent``, ``expand``). Its file has the class of its ``options``, the keys of ``backbone``.
+    two halves (``latent``, ``expand``). Its file also has the class of its ``options``, the keys of ``backbone``.
     """
 
-    deployed_dense = False  # whether the layer is deployed as the weights of ``dense``, in a plain LLaMA
+    deployed_dense = False  # True: the export is a plain LLaMA with the weights of ``dense``
 
     def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__()
@@ -96,9 +96,9 @@ class Layer(nn.Module, ABC):
         trained: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the parameter ``name``: the tensors ``leaf`` of all projections, each padded from ``shape``.
+        """Declare the fused parameter ``name``: the tensors ``leaf`` of all projections, padded from ``shape``.
 
-        With an integer ``dtype`` it is a buffer.
+        An integer ``dtype`` makes it a buffer.
         """
         rows, *others = padded or shape
         value = torch.zeros(self.count * rows, *others, dtype=dtype)
@@ -110,18 +110,18 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
-        """The initial values of the projection with the exported ``name``, by their leaves."""
+        """The initial values of the projection with the exported name ``name``, by leaf."""
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., pad_in] -> the input of ``expand``, and the tensor for the same layer of the next block (or None)."""
+        """x [..., pad_in] -> the input of ``expand``, and the tensor to carry to the same layer of the next block."""
         return x, None
 
     @abstractmethod
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """The latent -> one [..., pad_out] per projection."""
+        """The latent -> one output [..., pad_out] per projection."""
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their leaves.
+        """The weight [d_out, d_in] of a projection, from its ``tensors`` by leaf.
 
         It is formed in fp32 (fp64 for fp64) and rounded once. Raises UserError if a projection is not a single matrix.
         """
@@ -134,7 +134,7 @@ class Layer(nn.Module, ABC):
     def shared(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., d_in], weight [G d_out, d_in] -> [..., G, d_out]: one product for all projections.
 
-        ``train.activation_checkpointing=latent`` keeps such products, the only ones in a block that are not batched.
+        ``train.activation_checkpointing=latent`` keeps these products, the only ones in a block that are not batched.
         """
         y = x.flatten(0, -2) @ weight.T
         return y.view(*x.shape[:-1], self.count, -1)
@@ -142,10 +142,10 @@ class Layer(nn.Module, ABC):
     def batched(self, z: Tensor, *weights: Tensor) -> Tensor:
         """z [..., G, width], weights [G d_out, r_1], [G d_out, r_2], ... -> [G, ..., d_out].
 
-        Each projection reads its own input. Several weights stand side by side, along the input.
+        Each projection reads its own input. Several weights are concatenated along the input dimension.
         """
         rows, matrices = z.flatten(0, -3), [self.each(weight) for weight in weights]
-        if torch.is_grad_enabled():  # Dynamo (torch 2.13) fails on autograd functions without
+        if torch.is_grad_enabled():  # Dynamo (torch 2.13) fails on autograd functions under no_grad
             y = _Batched.apply(rows, *matrices)
         else:
             y = torch.bmm(rows.transpose(0, 1), _side_by_side(matrices, rows.shape[-1]).mT)
@@ -155,8 +155,8 @@ class Layer(nn.Module, ABC):
 class _Batched(torch.autograd.Function):
     """z [N, G, width], weights [G, d_out, r_1], [G, d_out, r_2], ... -> [G, N, d_out], in one product.
 
-    Several weights are put side by side: this moves fewer bytes than adding their outputs, and the sum is rounded once.
-    The backward pass puts them together again, so that no second copy of them is kept.
+    Several weights are concatenated: this moves fewer bytes than adding their outputs, and the sum is rounded once.
+    The backward pass concatenates them again instead of keeping a second copy.
     """
 
     @staticmethod
@@ -176,7 +176,7 @@ class _Batched(torch.autograd.Function):
 
 
 def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
-    """[G, d_out, r_1], [G, d_out, r_2], ... -> [G, d_out, width], filled up with zeros; one of that width as it is."""
+    """[G, d_out, r_1], [G, d_out, r_2], ... -> [G, d_out, width], with zeros at the end; no copy if one fills it."""
     missing = width - sum(weight.shape[-1] for weight in weights)
     if len(weights) == 1 and not missing:
         return weights[0]
@@ -184,7 +184,7 @@ def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
 
 
 def projections(path: str, layer: Layer) -> list[str]:
-    """The exported names of the projections of ``layer``, which is at ``path`` in its model."""
+    """The exported names of the projections of ``layer``, whose name in the model is ``path``."""
     block = path.rpartition(".")[0]
     return [f"{block}.{name}" for name in layer.spec.names]
 

@@ -1,6 +1,6 @@
-"""The LLaMA that trains: pre-norm, rotary embeddings, SwiGLU, no biases, untied head.
+"""The LLaMA model for training: pre-norm, rotary embeddings, SwiGLU, no biases, untied head.
 
-The backbone provides the linear layers, whose parameters are fused; ``adapter`` has the names of the export.
+The backbone provides the linear layers, whose parameters are fused; ``adapter`` has their exported names.
 Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 """
 
@@ -25,12 +25,12 @@ from dlr_pretrain.util.tensors import at_least_fp32
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
 
-Carry = tuple[Tensor | None, ...]  # the tensor that each layer of a block passes to the same layer of the next block
+Carry = tuple[Tensor | None, ...]  # from each layer of a block to the same layer of the next block
 NO_CARRY: Carry = (None, None, None, None)
 
 
 def padded(width: int, alignment: int = ALIGNMENT) -> int:
-    """The width of activations: ``width`` if it is a multiple of ``alignment``, else the next multiple of 64."""
+    """The width of activations: ``width`` if ``alignment`` divides it, else the next multiple of 64."""
     return width if width % alignment == 0 else -(-width // 64) * 64
 
 
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, E] of the half-split rotary embedding, formed in fp32 (fp64 for fp64)."""
+    """cos and sin [T, E] of the half-split rotary embedding, computed in fp32 (fp64 for fp64)."""
     wide = at_least_fp32(dtype)
     frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
     angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
@@ -58,8 +58,8 @@ def attention_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias [B, 1, T, T] of the attention scores that hides other documents and later positions.
 
     ``documents`` [B, T] holds the number of each position's document. Positions need not restart at each document,
-    because rotary embeddings act only through differences of positions. The bias is not a boolean mask, because each
-    block would convert a mask into this tensor and keep it for the backward pass.
+    because rotary embeddings act only through differences of positions. The bias is not a boolean mask, because every
+    block would convert the mask into this tensor and keep it for the backward pass.
     """
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return torch.zeros_like(same, dtype=dtype).masked_fill_(~same.tril_(), -torch.inf)
@@ -76,7 +76,7 @@ def _keep_nothing(*_, **__) -> CheckpointPolicy:
 
 
 def _keep_latents(_, operation, *__, **___) -> CheckpointPolicy:
-    """Keep the products A x, the only ones in a block that are not batched."""
+    """Keep the products A x, the only products in a block that are not batched."""
     saved = operation is torch.ops.aten.mm.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
 
@@ -84,8 +84,8 @@ def _keep_latents(_, operation, *__, **___) -> CheckpointPolicy:
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head size) + bias) v, all [B, heads, T, head size]; causal without a bias [B, 1, T, T].
 
-    A model compiled for a CPU in bf16 uses plain products with fused code between them: there the backward pass of
-    torch's own operator takes 2.4 times as long (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
+    A model compiled for a CPU in bf16 uses plain products with fused code between them. The backward pass of torch's
+    operator takes 2.4 times as long there (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
     """
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         if bias is None:
@@ -107,14 +107,14 @@ class Attention(nn.Module):
         self.o = layer(Spec(("o_proj",), d, d, d, d, block, alignment), cfg.backbone)
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
-        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal also without a bias."""
+        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal even without a bias."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z))
         y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, bias)
         return y.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); without the SiLU if the backbone's option ``swiglu_silu`` is false."""
+    """down(silu(gate(x)) * up(x)), without the SiLU if the backbone's option ``swiglu_silu`` is false."""
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
@@ -133,7 +133,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    ``forward`` takes the tensors that the previous block's layers carry over, and returns those for the next block.
+    ``forward`` takes the tensors carried from the previous block, and returns those for the next block.
     """
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
@@ -148,15 +148,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
         arguments = (x, cos, sin, bias, carried)
         if self.checkpointing == "none":
-            return self.run(*arguments)
+            return self.compute(*arguments)
         selective: dict[str, Any] = {}
-        # A policy costs an eager block time. Compiled, one that keeps nothing is needed in torch 2.11, which otherwise
-        # keeps the products of autograd functions.
+        # A policy slows down an eager block. A compiled block needs one that keeps nothing in torch 2.11, which would
+        # otherwise keep the products of autograd functions.
         if self.checkpointing == "latent" or torch.compiler.is_compiling():
             selective["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
-        return checkpoint(self.run, *arguments, use_reentrant=False, preserve_rng_state=False, **selective)
+        return checkpoint(self.compute, *arguments, use_reentrant=False, preserve_rng_state=False, **selective)
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
+    def compute(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
         attention, mlp = self.self_attn, self.mlp
         z, qkv = attention.qkv.latent(self.input_layernorm(x), carried[0])
         z, o = attention.o.latent(attention.attend(z, cos, sin, bias), carried[1])
@@ -167,7 +167,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """Embedding, blocks and final norm: the keys under ``model.``."""
+    """Embedding, blocks and final norm: the tensors under ``model.``."""
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
@@ -179,13 +179,13 @@ class Body(nn.Module):
 class Llama(nn.Module):
     """``forward(ids, targets)`` returns the training loss, ``logits(ids)`` the logits.
 
-    A position sees itself and the positions before it in its row. With ``documents`` [B, T], the number of each
-    position's document, it sees only those in its own document.
+    A position attends to itself and to earlier positions in its row. With ``documents`` [B, T], the number of each
+    position's document, it attends only to its own document.
 
     With ``train.activation_checkpointing`` "latent", each block keeps its input and the products A x of its projections
-    for the backward pass, 7 r + d values per position, and recomputes the rest, without these products (CoLA-M; Liu et
-    al., 2025, count 2 d instead of d, and recompute them). With "block" only the blocks' inputs are kept. The inputs
-    include the tensors that layers carry from block to block. With ``alignment`` 1 no width is padded.
+    for the backward pass, 7 r + d values per position, and recomputes the rest (CoLA-M; Liu et al., 2025, count 2 d
+    instead of d, and recompute the products). With "block", each block keeps only its input. The input includes the
+    tensors carried from block to block. With ``alignment`` 1 no width is padded.
     """
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int = ALIGNMENT):
@@ -210,15 +210,15 @@ class Llama(nn.Module):
         return self.lm_head(self.hidden(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The sum (not the mean) of the cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
+        """The summed (not averaged) cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
         x = self.hidden(ids, documents).flatten(0, -2)
         return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
 
     def compile_(self, whole: bool = False, mode: str | None = None) -> None:
-        """Compile the blocks (with ``whole``: all that precedes the head) and the loss in place. Parameter names stay.
+        """Compile the blocks (with ``whole``: everything before the head) and the loss in place.
 
-        The products of the head are not compiled, because the number of pieces that the loss cuts them into varies.
-        ``mode`` is that of torch.compile.
+        Parameter names do not change. The products of the head are not compiled, because the loss cuts them into a
+        varying number of pieces. ``mode`` is passed to torch.compile.
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
         self.score = compiled(score)
@@ -227,13 +227,13 @@ class Llama(nn.Module):
             return
         module: nn.Module
         for module in (*self.model.layers, self.model.norm):
-            module.forward = compiled(module.forward)  # not the module itself: FSDP's hooks stay outside the graph
+            module.forward = compiled(module.forward)  # not the module: FSDP's hooks stay outside the graph
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:
         """Draw every initial value from (seed, exported name) in fp32, and round it to the model's dtype."""
         seeded = SeededInit(seed)
-        adapter.zero_padding_(self)
+        adapter.zero_layers_(self)
         for name in ("model.embed_tokens", "lm_head"):
             weight = self.get_parameter(f"{name}.weight")
             weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))
@@ -255,9 +255,9 @@ def build_model(
     initialize: bool = True,
     alignment: int = ALIGNMENT,
 ) -> Llama:
-    """The model of ``cfg`` on ``device``; with DLR its weights hold B. It is allocated once, in its final dtype.
+    """The model of ``cfg`` on ``device``, allocated once in its final dtype; with DLR its weights hold B.
 
-    Without ``initialize`` its values are undefined until the caller loads a checkpoint.
+    Without ``initialize`` the values are undefined until the caller loads a checkpoint.
     """
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, alignment).to(dtype)

@@ -1,4 +1,4 @@
-"""LoRA from scratch, y = (W0 + s B A) x with a frozen W0 (Hu et al., 2022, as a baseline of pre-training)."""
+"""LoRA from scratch, y = (W0 + s B A) x with frozen W0 (Hu et al., 2022), as a pre-training baseline."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dlr_pretrain.util.tensors import at_least_fp32
 @dataclass
 class Options(BackboneOptions):
     rank: int = key("rank r of the factors", ge=1)
-    alpha: float = key("strength of the factors times their rank", gt=0)
+    alpha: float = key("s = alpha / rank", gt=0)
 
 
 class Lora(Layer):
     """y = (W0 + s B A) x, s = alpha / rank.
 
-    W0 (``w``) is drawn from N(0, 0.02^2) or taken from a dense model, and never trained. A starts uniform with bound
-    1/sqrt(d_in), B at zero. The layer is deployed as the dense weight W0 + s B A.
+    W0 (``w``) is drawn from N(0, 0.02^2) or loaded from a dense model, and never trained. A starts uniform with bound
+    1/sqrt(d_in), and B at zero. The export contains the dense weight W0 + s B A.
     """
 
     deployed_dense = True

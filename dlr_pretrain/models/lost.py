@@ -1,7 +1,7 @@
 """LOST: a low-rank and a channel-sparse branch, y = gamma B silu(A x) + (1 - gamma) W_s x_I (Li et al., 2025).
 
-x_I are k fixed input channels. Both branches start from one dense weight W [d_out, d_in]: B A is its best approximation
-of rank r, I are the most important columns of W - B A, and W_s are these columns of W itself.
+x_I are k fixed input channels. Both branches start from a dense weight W [d_out, d_in]: B A is its best approximation
+of rank r, I are the largest columns of W - B A, and W_s holds the columns I of W.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Options(FactorOptions):
 class Lost(LowRank):
     """y = gamma B phi(A x) + (1 - gamma) W_s x_I; the latent is (gamma phi(A x), (1 - gamma) x_I).
 
-    B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
+    B multiplies gamma phi(A x), so a residual added to B (DLR) is inside the low-rank branch.
 
-    I (``channels``, ascending) are the columns of largest l2 norm in a part of W: that of the ``residual_rank``
-    singular values after the first r. ``s`` holds W_s [d_out, k].
+    I (``channels``, ascending) are the columns with the largest l2 norm in the part of W that belongs to the
+    ``residual_rank`` singular values after the first r. ``s`` holds W_s [d_out, k].
     """
 
     options: Options
@@ -42,7 +42,7 @@ class Lost(LowRank):
     channels: Tensor
 
     def __init__(self, spec: Spec, options: Options):
-        # the rank that fits the parameter budget is mostly odd
+        # the rank that keeps the parameter budget is rarely aligned
         super().__init__(spec, options, pad_rank=_aligned(options.rank, spec.alignment))
         chosen = max(1, int(options.sparsity * spec.d_in))
         self.width = _aligned(self.rank + chosen, spec.alignment)

@@ -15,7 +15,7 @@ from dlr_pretrain.util.tensors import at_least_fp32
 
 @dataclass
 class FactorOptions(BackboneOptions):
-    """Of every layer with factors A and B of rank r."""
+    """Options of every layer with factors A and B of rank r."""
 
     factorized = True
     rank: int = key("rank r of the factors", ge=1)
@@ -35,7 +35,7 @@ class LowRank(Layer):
 
     Option ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
     bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in + fan_out),
-    as in LORO. ``latent_scale`` is s.
+    as in LORO. Option ``latent_scale`` is s.
     """
 
     options: FactorOptions
@@ -66,12 +66,10 @@ class LowRank(Layer):
         own = type(self)
         if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # not a single matrix
             return super().dense(tensors)
-        a, b = tensors["a.weight"], tensors["b.weight"]
-        wide = at_least_fp32(a.dtype)
-        return (self.scale * (b.to(wide) @ a.to(wide))).to(a.dtype)
+        return product(tensors["b.weight"], tensors["a.weight"], self.scale)
 
     def activate(self, h: Tensor) -> Tensor:
-        """The function between the factors; here the identity."""
+        """The function between the factors: the identity, unless a subclass overrides it."""
         return h
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -84,15 +82,21 @@ class LowRank(Layer):
         return self.batched(z, self.b).unbind(0)
 
 
+def product(b: Tensor, a: Tensor, scale: float = 1.0) -> Tensor:
+    """scale B A, formed in fp32 (fp64 for fp64) and rounded once."""
+    wide = at_least_fp32(b.dtype)
+    return (scale * (b.to(wide) @ a.to(wide))).to(b.dtype)
+
+
 def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """U [m, k], S [k], Vh [k, n] of the k = ``rank`` largest singular values of ``weight`` [m, n], in float64.
+    """The SVD of ``weight`` [m, n] at ``rank`` k, in float64: U [m, k], S [k], Vh [k, n].
 
-    They come from the eigenvectors of the smaller Gram matrix. For the sizes here this is several times faster than an
-    SVD, which finds all vectors of both sides. In float64 the squared condition number loses no precision that the
-    weights have.
+    It is computed from the eigenvectors of the smaller Gram matrix. For the sizes here this is several times faster
+    than an SVD, which finds all vectors of both sides. In float64 the squared condition number costs no precision that
+    the weights have.
 
-    The sign of a pair of singular vectors is arbitrary, but a nonlinearity between the factors makes it matter.
-    Libraries and devices choose it differently. Here the largest entry of the shorter side's vector is positive.
+    The sign of a pair of singular vectors is arbitrary, and libraries and devices choose it differently. It matters
+    when a nonlinearity stands between the factors. Here the largest entry of the shorter vector is positive.
     """
     wide = weight.double()
     if weight.shape[0] > weight.shape[1]:

@@ -1,7 +1,7 @@
-"""Memory of one GPU in training, counted from the tensors that the model's own code makes, on the meta device.
+"""Memory of one GPU in training, counted from the tensors that the model's own code allocates on the meta device.
 
-The figures are what the allocator hands out to eager code. ``torch.compile`` keeps fewer activations and makes fewer
-temporaries. The CUDA context, library workspaces and fragmentation come on top in both cases.
+The figures are the allocations of eager code. ``torch.compile`` keeps fewer activations and makes fewer temporaries.
+The CUDA context, library workspaces and fragmentation are not included.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 META = torch.device("meta")
-StateBytes = Callable[..., int]  # of an optimizer, as ``optim.optimizer.state_bytes``: models do not import optimizers
+StateBytes = Callable[..., int]  # ``optim.optimizer.state_bytes``, which this room does not import
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. ``total`` is the peak, which may differ from the sum of the parts: not all are alive at once.
+    """Bytes on one GPU. ``total`` is the peak; it differs from the sum of the parts if not all are alive at once.
 
-    ``weights`` are the working weights with padding, and indices of residuals; ``masters`` their fp32 copies.
-    ``gradients`` are what the update reads, and its casts. ``activations`` are what one micro-batch keeps for its
-    backward pass, with logits; ``temporaries`` what else is alive at the peak of forward and backward. Those of the
-    optimizer are not counted.
+    ``weights`` are the working weights with padding, and the indices of residuals. ``masters`` are their fp32 copies.
+    ``gradients`` are those that the update reads, and its casts. ``activations`` are what one micro-batch keeps for its
+    backward pass, with logits. ``temporaries`` are everything else at the peak of forward and backward pass. The
+    optimizer's temporaries are not counted.
 
-    With ``parallel=fsdp`` or ``hsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what
-    every rank holds whole; ``temporaries`` include gathered rows, and whole gradients before they are reduced to rows.
+    With ``parallel=fsdp`` or ``hsdp``, ``weights`` are a rank's rows of the state (without masters) and all tensors
+    that every rank holds whole. ``temporaries`` include gathered weights, and whole gradients before their reduction.
     """
 
     weights: int
@@ -50,7 +50,7 @@ class Memory:
 
 
 def memory(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
-    """The memory of ``cfg`` on one of ``ranks`` GPUs; ``state_bytes`` is that of ``optim.optimizer``."""
+    """The memory of ``cfg`` on one of ``ranks`` GPUs. ``state_bytes`` is the function of ``optim.optimizer``."""
     return (_replicated if cfg.parallel.name == "ddp" else _sharded)(cfg, vocab_size, ranks, state_bytes)
 
 
@@ -65,10 +65,10 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     residuals = _residual_bytes(cfg, model, values)
 
     micro_batch = cfg.micro_batch(ranks)
-    summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # in DDP's buckets, or over micro-batches
+    summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # into DDP's buckets, or over micro-batches
     kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
-    made = optimized if has_masters else alphas  # by the optimizer, beside the gradients of the model
-    casts = sum(tensor.nbytes for tensor in made.values())
+    cast = optimized if has_masters else alphas  # the optimizer makes their gradients from those of the model
+    casts = sum(tensor.nbytes for tensor in cast.values())
 
     weights = _size([*model.parameters(), *model.buffers()]) + residuals
     masters = _size(values.values()) if has_masters else 0
@@ -79,15 +79,15 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
-    """The memory of rank 0, which holds the most rows: those of one of ``cfg.shards(ranks)`` parts.
+    """The memory of rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
 
-    At the peak two blocks are gathered, the current one and the next, and also embedding, final norm and head. The
+    At the peak two blocks are gathered (the current and the next one), and also embedding, final norm and head. The
     whole gradients of these three stay until the end of the backward pass.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
     shards = cfg.shards(ranks)
-    own = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as by torch.chunk
+    own = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as in torch.chunk
     residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), shards=shards)
     trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
     trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
@@ -96,15 +96,15 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
 
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
-    whole = (root + 2 * max(blocks)) * working.itemsize  # of the gathered weights, and of their gradients
+    whole = (root + 2 * max(blocks)) * working.itemsize  # bytes of gathered weights; as many of their gradients
 
     weights = sum(p.nbytes for p in own.values()) + _size(model.buffers()) + residuals
     gradients = sum(p.nbytes for p in trained.values())
     optimizer = state_bytes(cfg.optimizer, trained)
     temporaries = peak - kept + 2 * whole
-    if cfg.parallel.name == "hsdp" and working != state:  # torch keeps what it summed over nodes, beside its cast
+    if cfg.parallel.name == "hsdp" and working != state:  # torch keeps the sum over nodes beside its cast
         temporaries += sum(p.numel() for p in trained.values()) * working.itemsize
-    start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model
+    start = (sum(blocks) + root) * state.itemsize  # each rank first allocates the whole model
     total = weights + max(start, optimizer + gradients + kept + temporaries)
     return Memory(weights, 0, gradients, optimizer, kept, temporaries, total)
 
@@ -114,11 +114,10 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
 
 
 def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked: bool = False) -> tuple[int, int, int]:
-    """Bytes without weights of a micro-batch of ``model``, on the meta device: those kept after the forward pass, those
-    at the peak, and those of all gradients.
+    """Bytes of a micro-batch of ``model`` on the meta device: kept after the forward pass, at the peak, of gradients.
 
-    With ``held``, every parameter has a gradient beforehand, to which the backward pass adds; these count only as
-    gradients. With ``masked``, documents do not see each other.
+    Weights do not count. With ``held``, every parameter already has a gradient, to which the backward pass adds; these
+    count only as gradients. With ``masked``, attention is masked by document.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
@@ -133,10 +132,10 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of storages on the meta device that operations have made and that are still in use.
+    """Counts the bytes of live storages on the meta device that operations have allocated.
 
-    A storage is added when an operation returns a tensor of it, unless it is one of the ``known`` tensors. Freed
-    storages are removed only when the count is read or may be a new peak.
+    A storage counts from the first operation that returns a tensor of it, except the storages of ``known`` tensors.
+    Freed storages are removed only when the count is read or may be a new peak.
     """
 
     def __init__(self, known: Iterable[Tensor]):
@@ -158,22 +157,22 @@ class _Alive(TorchDispatchMode):
         return out
 
     def now(self) -> int:
-        """The bytes that are alive."""
+        """The bytes of live storages."""
         for key in [key for key, (reference, _) in self.made.items() if reference.expired()]:
             self.bytes -= self.made.pop(key)[1]
         return self.bytes
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the storages that ``tensors`` are views of."""
+    """The bytes of the distinct storages of ``tensors``."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | None = None, shards: int = 1) -> int:
-    """Bytes that the residuals of ``model`` take beside its weights and their ``values``, if there are masters.
+    """Bytes that the residuals of ``model`` take in addition to its weights and their ``values`` (masters), if any.
 
-    Rank 0 of several ``shards`` has those of its rows.
+    With several ``shards`` these are the bytes for the rows of rank 0.
     """
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual":
         return 0
@@ -181,6 +180,6 @@ def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | No
     residuals = Residuals(model, cfg.dlr, values or parameters)
     residuals.put_in()
     whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
-    rows = {name: of.rows for name, of in entries(model, cfg.dlr).items()}
-    own = sum(int((of < -(-len(parameters[name]) // shards)).sum()) for name, of in rows.items())
+    rows = {name: found.rows for name, found in entries(model, cfg.dlr).items()}
+    own = sum(int((at < -(-len(parameters[name]) // shards)).sum()) for name, at in rows.items())
     return whole + (residuals.nbytes() - whole) * own // sum(map(len, rows.values()))

@@ -19,16 +19,16 @@ from dlr_pretrain.util.files import read_json
 from dlr_pretrain.util.text import shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # of dense weights, and of those that lora and relora freeze
+DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # exists in dense models, and in lora and relora (frozen)
 
 
 class PretrainedFolder:
     """The weights in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
 
-    Names and shapes must be those of the model of ``cfg`` with ``vocab_size`` embedding rows, as it is exported. full,
-    lora and relora start from a plain LLaMA, as transformers and the full-rank export of this framework write it. The
-    constructor reads headers, but no tensors. It raises UserError with everything that does not fit, which includes an
-    exported tokenizer that has not the fingerprint ``tokenizer``.
+    Names and shapes must be those of the export of ``cfg`` with ``vocab_size`` embedding rows. full, lora and relora
+    start from a plain LLaMA, as transformers and the full-rank export of this framework write it. The constructor reads
+    headers, but no tensors. It raises UserError with everything that does not fit, including an exported tokenizer
+    whose fingerprint is not ``tokenizer``.
     """
 
     def __init__(self, folder: Path, cfg: Config, vocab_size: int, tokenizer: str):
@@ -43,7 +43,7 @@ class PretrainedFolder:
             raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *shortened(wrong)]))
 
     def _misfits(self, cfg: Config, vocab_size: int) -> list[str]:
-        """One line for each tensor or setting that is not as the model needs it."""
+        """One line for each tensor that does not fit the model."""
         expected = _shapes(cfg, vocab_size)
         if DENSE_NAME in self.files:
             if DENSE_NAME not in expected:
@@ -74,14 +74,14 @@ class PretrainedFolder:
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
-        """Start ``model``, which has its initial values, from these weights; the initial B of lora and relora stays."""
+        """Copy these weights into ``model``, which is initialized; lora and relora keep their initial factors."""
         own = adapter.split(model, model.state_dict())
         for name in self.files:
             own[name].copy_(self.read(name))
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by its name."""
+    """The file of each tensor, by the tensor's name."""
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX, {"weight_map": {"*": str}})
         return {name: folder / file for name, file in index["weight_map"].items()}
@@ -98,7 +98,7 @@ def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
 def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     """Settings in ``path`` that differ from ours and that shapes do not show (formats of transformers 4 and 5).
 
-    A plain LLaMA has none of the backbone's, and exports of other programs no fingerprint.
+    Missing settings are accepted: a plain LLaMA has no backbone, and exports of other programs have no fingerprint.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""ReLoRA: LoRA whose product is merged into the frozen weight repeatedly (Lialin et al., 2023)."""
+"""ReLoRA: LoRA that repeatedly merges its product into the frozen weight (Lialin et al., 2023)."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ class Options(lora.Options):
 class Relora(Lora):
     """y = (W0 + s B A) x. W0 accumulates products of rank r, whose sum may have any rank.
 
-    The trainer merges after every ``merge_every`` updates, drops most of the factors' optimizer state and warms the
-    learning rate up again.
+    After every ``merge_every`` updates, the trainer merges, drops most of the factors' optimizer state, and warms up
+    the learning rate again.
     """
 
     options: Options
 
     @torch.no_grad()
     def merge_(self, state: Mapping[str, Tensor], seeded: SeededInit, path: str, number: int) -> list[str]:
-        """Do merge ``number`` (counted from 1) on ``state`` (parameter name -> tensor): W0 += s B A, a new A, B = 0.
+        """Perform merge ``number`` (from 1) of the layer at ``path`` of the model: W0 += s B A, a new A, B = 0.
 
-        ``path`` is the layer's. Returns the names of the factors, which start anew. The new A depends on the draw's
-        seed, the exported name and ``number`` alone.
+        ``state`` has the parameters of the model by name. Returns the names of the factors, which start anew. The new A
+        depends on the seed, the exported name and ``number`` alone.
         """
         w, a, b = (state[f"{path}.{name}"] for name in "wab")
         rank, (first, end) = self.options.rank, sharded.span(w)
         own_w, own_b, whole_a = sharded.local_rows(w), sharded.local_rows(b), self.each(sharded.gathered(a))
         new_a = torch.zeros(whole_a.shape)
-        for number_of, name in enumerate(projections(path, self)):
-            top = number_of * self.spec.pad_out
-            rows = slice(max(top, first) - first, max(min(top + self.spec.pad_out, end) - first, 0))  # of this rank
-            own_w[rows] = merged(own_w[rows], own_b[rows], whole_a[number_of], self.scale)
-            drawn = seeded.kaiming(f"{name}.a.weight/{number}", (rank, self.spec.d_in))
-            new_a[number_of, :, : self.spec.d_in] = drawn
+        for i, name in enumerate(projections(path, self)):
+            top = i * self.spec.pad_out
+            rows = slice(max(top, first) - first, max(min(top + self.spec.pad_out, end) - first, 0))  # on this rank
+            own_w[rows] = merged(own_w[rows], own_b[rows], whole_a[i], self.scale)
+            new_a[i, :, : self.spec.d_in] = seeded.kaiming(f"{name}.a.weight/{number}", (rank, self.spec.d_in))
         sharded.local_rows(a).copy_(sharded.own_part(a, new_a.flatten(0, 1)))
         own_b.zero_()
         return [f"{path}.a", f"{path}.b"]

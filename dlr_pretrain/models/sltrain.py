@@ -23,11 +23,11 @@ class Options(BackboneOptions):
 
 
 class Sltrain(Layer):
-    """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
+    """y = (s B A + S) x, s = alpha / rank. B starts at zero, A and the values uniform with bound 1/sqrt(d_in).
 
-    S [d_out, d_in] has int(sparsity d_in d_out) entries: its trained ``values`` at the sorted flat positions ``index``.
-    Forward and backward each form the dense matrix and drop it; in ``eval`` mode, forward keeps it. The layer is
-    deployed as this matrix.
+    S [d_out, d_in] has int(sparsity d_in d_out) entries: trained ``values`` at the sorted flat positions ``index``.
+    Forward and backward pass each form the dense matrix and drop it; in ``eval`` mode autograd keeps it. The export
+    contains this matrix.
     """
 
     deployed_dense = True
@@ -75,7 +75,7 @@ class Sltrain(Layer):
 
 
 def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> Tensor:
-    """scale B A + S, [d_out, d_in]. Positions are unique, so that the order of additions does not matter."""
+    """scale B A + S, [d_out, d_in]. Positions are unique, so the order of additions does not matter."""
     product = scale * (b @ a)
     return product.flatten().index_add(0, index, values).view(product.shape)
 

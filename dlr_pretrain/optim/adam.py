@@ -1,9 +1,9 @@
-"""Adam as the GaLore family of optimizers implements it, and what all optimizers share: groups and layout of state."""
+"""Adam as the GaLore family of optimizers implements it, and what optimizers share: groups, layout of state, rules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ class AdamOptions(OptimizerOptions):
     beta1: float = key("decay of first moments", ge=0, lt=1)
     beta2: float = key("decay of second moments", ge=0, lt=1)
     eps: float = key("added before the bias correction", ge=1e-30)
-    weight_decay: float = key("share of a weight that an update at rate 1 takes off", ge=0)
+    weight_decay: float = key("share of a weight that an update at rate 1 removes", ge=0)
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -28,7 +28,7 @@ class AdamOptions(OptimizerOptions):
 
 
 def whole_tensors(cfg: Config, needs: str = "a matrix optimizer needs whole matrices") -> Iterator[Problem]:
-    """The rule of optimizers whose updates need more of a tensor than a rank's rows."""
+    """The rule of optimizers that need more of a tensor than a rank's rows."""
     if cfg.parallel.name != "ddp":
         rule = f"{needs}, and parallel={cfg.parallel.name} shards them"
         yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
@@ -42,13 +42,13 @@ class Adam(torch.optim.Optimizer):
     once, as in the fused kernels. A parameter without a gradient does not change. Counters are tensors on the CPU.
     """
 
-    index: int  # the update's index in the run, from 0, set before each step
+    index: int  # the update's index in the run, counted from 0; set before each step
 
     def __init__(self, groups: list[dict], options: AdamOptions):
         super().__init__(groups, {"lr": 0.0, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures here
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         for group in self.param_groups:
             self.update_group(group)
 
@@ -62,7 +62,7 @@ class Adam(torch.optim.Optimizer):
         move(p, direction, step, group["lr"] * group["weight_decay"])
 
     def direction(self, p: Tensor, gradient: Tensor, group: dict) -> tuple[Tensor, float]:
-        """Count an update of ``p`` and update its moments with ``gradient``, which may have any shape.
+        """Update the counter and moments of ``p`` with ``gradient``, which may have any shape.
 
         Returns m / (sqrt(v) + eps) in fp32 (fp64 for fp64), and the step size with its bias correction.
         """
@@ -88,20 +88,16 @@ def move(p: Tensor, direction: Tensor, step: float, decay: float) -> None:
     p.copy_(w)
 
 
-def block_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The two-dimensional parameters of the transformer blocks: those that matrix optimizers treat as matrices."""
-    return {name: p for name, p in parameters.items() if name.startswith("model.layers.") and p.dim() == 2}
-
-
-def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
-    return {name: p for name, p in parameters.items() if name not in others}
+def block_matrices(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The two-dimensional parameters of the transformer blocks, and all other parameters, by name."""
+    matrices = {name: p for name, p in parameters.items() if name.startswith("model.layers.") and p.dim() == 2}
+    return matrices, {name: p for name, p in parameters.items() if name not in matrices}
 
 
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict]:
-    """The parameter groups, by weight decay, in the form of ``torch.optim``; no group is empty.
+    """Parameter groups for ``torch.optim``, one per weight decay, with this rank's rows of sharded parameters.
 
-    Learned alphas are not decayed: at zero the residual would be gone. Groups hold this rank's rows of sharded
-    parameters.
+    Learned alphas are not decayed, because at alpha = 0 the residual vanishes.
     """
     groups: dict[float, list[Tensor]] = {}
     for name, p in parameters.items():
@@ -112,7 +108,7 @@ def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[
 def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An uninitialised state tensor on the device of ``p``, with its memory layout if the shapes are equal.
 
-    State is made and restored by this one rule, so that products see the same strides before and after a resume.
+    New and restored state both use it, so products see the same strides before and after a resume.
     """
     if shape == p.shape:
         return torch.empty_like(p, dtype=dtype, requires_grad=False)

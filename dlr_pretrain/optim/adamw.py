@@ -1,19 +1,19 @@
 """AdamW (Loshchilov and Hutter, 2019): torch's kernels, and an update that rounds stochastically or has 8-bit moments.
 
-There is one learning rate for all parameters, as in the DLR paper. Moments are tensors of the parameter's dtype, or
-8-bit ones (Dettmers et al., 2022): codes (uint8, of the parameter's shape), an fp32 scale for each block of consecutive
-entries in row-major order, and the fp32 map from codes to values. A value is map[code] * scale; torchao quantises.
+All parameters have the same learning rate, as in the DLR paper. Moments have the parameter's dtype, or 8 bits (Dettmers
+et al., 2022): codes (uint8, of the parameter's shape), an fp32 scale for each block of consecutive entries in row-major
+order, and the fp32 map from codes to values. A value is map[code] * scale; torchao quantises.
 
 **Stochastic rounding** from fp32 to bf16 takes a value to one of its two bf16 neighbours, to the nearer one with the
-higher probability, so that the mean over many draws is the value itself. Changes smaller than half a unit in the last
-place therefore still have an effect (Gupta et al., 2015). The bits are a function of (seed, name, step, entry) alone:
-no generator is involved, and every rank, every device and every restart gets the same ones.
+higher probability. The mean over many draws is the value itself, so changes smaller than half a unit in the last place
+still have an effect (Gupta et al., 2015). The random bits are a function of (seed, name, step, entry) alone, without a
+generator: they are the same on every rank and device, and after every restart.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -28,17 +28,17 @@ from dlr_pretrain.util import sharded
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.tensors import at_least_fp32
 
-LARGEST = 1 << 22  # values that are updated at once: the plan leaves out the temporaries, some 100 MB in eager code
-SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
-WORD = 0xFFFFFFFF
+MAX_PIECE = 1 << 22  # values updated at once; the plan omits their temporaries, some 100 MB in eager code
+MIN_QUANTISED = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
+MASK_32_BITS = 0xFFFFFFFF
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
 
 
 @dataclass
 class Options(AdamOptions):
-    """torch's AdamW, or one that rounds stochastically.
+    """torch's fused AdamW, which computes in fp32 and rounds once to the nearest, or one that rounds stochastically.
 
-    Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
+    Moments have the parameters' dtype.
     """
 
     eps: float = key("added to the root of second moments", ge=1e-30)
@@ -49,11 +49,11 @@ class Options(AdamOptions):
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         if how.rounding_seed is not None:
             return [WideAdamW(parameters, self, how)]
-        on_meta = any(p.is_meta for p in parameters.values())  # ``state_bytes``: there is no fused kernel there
+        on_meta = any(p.is_meta for p in parameters.values())  # for ``state_bytes``; meta has no fused kernel
         return self.of_torch(parameters, fused=not on_meta)
 
     def of_torch(self, parameters: dict[str, Tensor], fused: bool) -> list[torch.optim.Optimizer]:
-        """torch's AdamW, on the fused kernel or on the foreach kernels."""
+        """torch's AdamW with its fused kernel, or with its foreach kernels."""
         groups = decay_groups(parameters, self.weight_decay)
         return [torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=fused, foreach=not fused)]
 
@@ -61,8 +61,8 @@ class Options(AdamOptions):
 class ForeachOptions(Options):
     """torch's foreach kernels, which round after every operation, as in this family's published runs.
 
-    In pure bf16, weight decay then does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment
-    by 1 - beta2 = 0.001 does not change it either.
+    In pure bf16, weight decay then has no effect if lr * weight_decay < 2^-9. The decay of a second moment by
+    1 - beta2 = 0.001 has none either.
     """
 
     rounds_stochastically = False
@@ -78,61 +78,50 @@ class EightBitOptions(Options):
     block_size: int = key("values that share a scale", ge=1)
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
-        _map(signed=True)  # imports torchao here, and not in code that is compiled
-        quantised = {p for p in parameters.values() if p.numel() >= SMALLEST and p.numel() % self.block_size == 0}
-        return [WideAdamW(parameters, self, how, quantised, self.block_size)]
+        _map(signed=True)  # imports torchao before code is compiled
+        return [WideAdamW(parameters, self, how, self.block_size)]
 
     def problems(self, cfg: Config) -> Iterator[Problem]:
         return whole_tensors(cfg, "8-bit moments come in whole blocks")
 
 
 class WideAdamW(torch.optim.Optimizer):
-    """AdamW over named ``parameters``, whose rows may be sharded, in one pass for each parameter.
+    """AdamW over named ``parameters``, whose rows may be sharded, in one pass per parameter.
 
-    It computes in fp32, and masks updates on the device. The k-th update of a parameter is
+    It computes in fp32 and masks updates on the device. The k-th update of a parameter is
     W <- (1 - lr weight_decay) W - lr m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + eps).
 
     With a rounding seed, bf16 weights and their second moments are rounded stochastically, because most of their
     changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks a second moment by a thousandth. First
-    moments change by a tenth, and are rounded to the nearest.
+    moments change by a tenth and are rounded to the nearest.
 
-    The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``block_size`` values.
+    With ``block_size``, moments of parameters that are large enough are stored in 8 bits, in blocks of so many values.
     """
 
-    # As torch's fused kernels: ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
+    # As in torch's fused kernels, ``found_inf`` masks an update on the device, and ``grad_scale`` divides gradients
     _step_supports_amp_scaling = True
-    found_inf: Tensor  # set before each step, as is the other
+    found_inf: Tensor  # both are set before each step
     grad_scale: Tensor | None
 
-    def __init__(
-        self,
-        parameters: dict[str, Tensor],
-        options: AdamOptions,
-        how: How,
-        quantised: Collection[Tensor] = (),
-        block_size: int = 1,
-    ):
+    def __init__(self, parameters: dict[str, Tensor], options: AdamOptions, how: How, block_size: int | None = None):
         groups = decay_groups(parameters, options.weight_decay)
         super().__init__(groups, {"lr": 0.0, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0})
-        self.rounding_keys, self.quantised = rounding_keys(parameters, how.rounding_seed), quantised
-        self.compiled, self.block_size = how.compiled, block_size
+        large = {p for p in parameters.values() if p.numel() >= MIN_QUANTISED}
+        self.quantised = {p for p in large if p.numel() % block_size == 0} if block_size else set()
+        self.block_size, self.compiled = block_size or 1, how.compiled
+        self.rounding_keys = rounding_keys(parameters, how.rounding_seed)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if how.compiled else _advance
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
-        graphs: AbstractContextManager = nullcontext()
-        if self.compiled:
-            from torch._dynamo.utils import disable_cache_limit  # its import takes a second
-
-            graphs = disable_cache_limit()  # one for each shape
-        with graphs:
+        with _graph_per_shape() if self.compiled else nullcontext():
             for group in self.param_groups:
-                lr = torch.tensor(group["lr"], dtype=torch.float64)  # a scalar: it does not widen the dtype of products
+                lr = torch.tensor(group["lr"], dtype=torch.float64)  # 0-d: does not widen the dtype of products
                 for p in group["params"]:
                     if p.grad is not None:
                         self.update(p, p.grad, group, lr)
         updated = [self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if updated:  # in one launch; the scalar itself as the second argument would make the host wait
+        if updated:  # one launch; with a scalar as the second argument the host would wait
             torch._foreach_add_(updated, [(self.found_inf == 0).float()] * len(updated))
 
     def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
@@ -146,41 +135,45 @@ class WideAdamW(torch.optim.Optimizer):
             self.advance(w, g, m, v, state["step"], lr, self.found_inf, self.grad_scale, keys, *numbers)
 
     def new_moment(self, p: Tensor, entry: str, signed: bool) -> dict[str, Tensor]:
-        """The tensors of a moment of zeros, by their names in the state."""
+        """A zero moment, as tensors by their names in the state."""
         if p not in self.quantised:
             return {entry: empty_state(p, p.shape, p.dtype).zero_()}
-        codes = empty_state(p, p.shape, torch.uint8).zero_()
-        scale = torch.zeros(p.numel() // self.block_size, device=p.device)
-        return dict(zip(_names(entry), (codes, scale, torch.tensor(_map(signed), device=p.device)), strict=True))
+        return {
+            f"{entry}.codes": empty_state(p, p.shape, torch.uint8).zero_(),
+            f"{entry}.scale": torch.zeros(p.numel() // self.block_size, device=p.device),
+            f"{entry}.map": torch.tensor(_map(signed), device=p.device),
+        }
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
-        """What each pass takes: all of ``w``, or a number of rows that keeps temporaries small and cuts no block."""
-        if w.numel() <= LARGEST:
+        """Yield what each pass updates: all of ``w``, or so many rows that temporaries stay small and blocks whole."""
+        if w.numel() <= MAX_PIECE:
             yield w, g, m, v, keys
             return
         row = w.shape[1:].numel()
-        rows = max(LARGEST // row // self.block_size, 1) * self.block_size
+        rows = max(MAX_PIECE // row // self.block_size, 1) * self.block_size
         for first in range(0, len(w), rows):
             end, start = min(first + rows, len(w)), first * row
-            of_piece = None if keys is None else torch.cat((keys[:2], keys[2:] + start))
-            parts = (_rows(moment, first, end, row, self.block_size) for moment in (m, v))
-            yield w[first:end], g[first:end], *parts, of_piece
+            own_keys = None if keys is None else torch.cat((keys[:2], keys[2:] + start))
+            moments = (_rows(moment, first, end, row, self.block_size) for moment in (m, v))
+            yield w[first:end], g[first:end], *moments, own_keys
 
 
-def _names(entry: str) -> tuple[str, str, str]:
-    return f"{entry}.codes", f"{entry}.scale", f"{entry}.map"
+def _graph_per_shape() -> AbstractContextManager:
+    """Lift Dynamo's limit on the graphs of a function: ``_advance`` has one per shape."""
+    from torch._dynamo.utils import disable_cache_limit  # takes a second to import
+
+    return disable_cache_limit()
 
 
 def _moment(state: Mapping[str, Tensor], entry: str) -> Moment:
     if entry in state:
         return state[entry]
-    codes, scale, values = (state[name] for name in _names(entry))
-    return codes, scale, values
+    return state[f"{entry}.codes"], state[f"{entry}.scale"], state[f"{entry}.map"]
 
 
 @cache
 def _map(signed: bool) -> list[float]:
-    """The values of the 256 codes. torchao is imported without its warnings about its other parts."""
+    """The values of the 256 codes. The import hides torchao's warnings about its other parts."""
     with without_warnings():
         from torchao.optim.quant_utils import create_dynamic_map
     return list(create_dynamic_map(signed=signed))
@@ -208,7 +201,7 @@ def _advance(
     beta2: float,
     eps: float,
 ) -> None:
-    """Update in place if ``skip`` is 0; ``step`` is the number of updates before this one."""
+    """Update in place if ``skip`` is 0; ``step`` counts the updates before this one."""
     kept, dtype = skip != 0, at_least_fp32(p.dtype)
     k = step + 1
     w, g = p.to(dtype), gradient.to(dtype)
@@ -256,13 +249,14 @@ def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
 
 
 def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor]:
-    """The rounding keys of each bf16 parameter, by the tensor of this rank's rows; none without a seed."""
-    found = {}
-    for name, p in parameters.items():
-        if seed is not None and p.dtype == torch.bfloat16:
-            row = sharded.span(p)[0] if sharded.is_sharded(p) else 0
-            found[sharded.local_rows(p)] = keys(seed, name, row * p.shape[1:].numel(), p.device)
-    return found
+    """The rounding keys of each bf16 parameter, by the tensor of this rank's rows; empty without a seed."""
+    if seed is None:
+        return {}
+    return {
+        sharded.local_rows(p): keys(seed, name, sharded.span(p)[0] * p.shape[1:].numel(), p.device)
+        for name, p in parameters.items()
+        if p.dtype == torch.bfloat16
+    }
 
 
 def keys(seed: int, name: str, first: int, device: torch.device) -> Tensor:
@@ -273,25 +267,26 @@ def keys(seed: int, name: str, first: int, device: torch.device) -> Tensor:
 
 
 def random_words(shape: torch.Size, keys: Tensor, step: Tensor) -> Tensor:
-    """32 uniform bits per entry, as int64. Entries are numbered in row-major order, whatever their memory layout."""
+    """32 uniform bits per entry, as int64. Entries are numbered in row-major order, not by memory layout."""
     of_step = _mixed(keys[1] ^ step.to(torch.int64))
     index = torch.arange(shape.numel(), device=keys.device).view(shape) + keys[2]
     return _mixed(_mixed(index ^ keys[0]) ^ of_step)
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """A permutation of 32-bit words that spreads every bit over all others (multiply and xor-shift, after Wellons' hash
-    prospector). Products stay below 2^63.
+    """A permutation of 32-bit words that spreads every bit over all others; products stay below 2^63.
+
+    Multiply and xor-shift, after Wellons' hash prospector.
     """
-    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & WORD
-    word = ((word ^ (word >> 15)) * 0x735A2D97) & WORD
+    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & MASK_32_BITS
+    word = ((word ^ (word >> 15)) * 0x735A2D97) & MASK_32_BITS
     return word ^ (word >> 15)
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:
     """Round fp32 ``value`` to bf16: add 16 random ``bits`` to each entry's bit pattern and keep its upper half.
 
-    This is exactly unbiased if a value's neighbours are finite. Exact bf16 values, infinities and NaN do not change.
+    The rounding is unbiased if a value's neighbours are finite. Exact bf16 values, infinities and NaN do not change.
     """
     pattern = (value.view(torch.int32) + bits.to(torch.int32)) & -0x10000
     return torch.where(value.isfinite(), pattern.view(torch.float32), value).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""GaLore (Zhao et al., 2024): Adam on gradients that are projected to a low rank, instead of low-rank weights.
+"""GaLore (Zhao et al., 2024): Adam on gradients projected to a low rank, for dense weights.
 
 Fira (Chen et al., 2024) adds the rest of the gradient, scaled as Adam scales the projected part.
 """
@@ -13,56 +13,42 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
 from dlr_pretrain.config.tree import How, key
-from dlr_pretrain.optim.adam import (
-    Adam,
-    AdamOptions,
-    block_matrices,
-    decay_groups,
-    empty_state,
-    move,
-    whole_tensors,
-    without,
-)
+from dlr_pretrain.optim.adam import Adam, AdamOptions, block_matrices, decay_groups, empty_state, move, whole_tensors
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
 @dataclass
 class Options(AdamOptions):
-    """GaLore on the matrices of the blocks, plain Adam on all others."""
+    """GaLore on the matrices of the blocks, plain Adam on all other parameters."""
 
     rank: int = key("rank of the projection", ge=1)
     update_scale: float = key("factor of a projected update", gt=0)
     refresh_every: int = key("updates between renewals of the projectors", ge=1)
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
-        matrices = block_matrices(parameters)
+        matrices, others = block_matrices(parameters)
         projected = [group | {"projected": True} for group in decay_groups(matrices, self.weight_decay)]
-        return [self.of(projected + decay_groups(without(parameters, matrices), self.weight_decay))]
-
-    def of(self, groups: list[dict]) -> torch.optim.Optimizer:
-        return GaLore(groups, self)
+        groups = projected + decay_groups(others, self.weight_decay)
+        return [Fira(groups, self) if isinstance(self, FiraOptions) else GaLore(groups, self)]
 
     def problems(self, cfg: Config) -> Iterator[Problem]:
         yield from whole_tensors(cfg)
         if cfg.backbone.name != "full":
-            rule = f"projects the gradients of dense layers, and those of backbone={cfg.backbone.name} are not"
+            rule = f"projects the gradients of dense layers, and backbone={cfg.backbone.name} has none"
             yield Problem("optimizer", self.name, rule, "Use backbone=full, or optimizer=adamw")
 
 
 @dataclass
 class FiraOptions(Options):
-    limiter: float = key("largest growth, in an update, of the norm of what is not projected", ge=1)
-
-    def of(self, groups: list[dict]) -> torch.optim.Optimizer:
-        return Fira(groups, self)
+    limiter: float = key("largest growth factor, per update, of the norm of the part that is not projected", ge=1)
 
 
 class GaLore(Adam):
     """Runs Adam on a projection of each matrix's gradient G [m, n]: R = G P^T if m >= n, else R = P^T G.
 
-    Adam's direction N for R moves the weight by N P or P N, times ``update_scale``. P is orthonormal and consists of
-    leading singular vectors of G. The first of every ``refresh_every`` updates renews P; as in the authors' code, it
-    keeps the moments, although they belong to the old P.
+    Adam's direction N for R moves the weight by N P or P N, times ``update_scale``. P is orthonormal: it consists of
+    the leading singular vectors of G. The first of every ``refresh_every`` updates renews P. As in the authors' code,
+    the moments stay, although they belong to the old P.
     """
 
     def __init__(self, groups: list[dict], options: Options):
@@ -87,8 +73,8 @@ class GaLore(Adam):
 class Fira(GaLore):
     """Fira moves a matrix by a back(N) + S, where S = (G - a back(R)) phi and a is ``update_scale``.
 
-    phi = |N| / |R|, with norms along the reduced dimension. S contains a because the authors' code does so. The
-    Frobenius norm of S grows by at most the factor ``limiter`` from one update to the next.
+    phi = |N| / |R|, with norms along the reduced dimension. S contains a, as in the authors' code. The Frobenius norm
+    of S grows by at most the factor ``limiter`` per update.
     """
 
     def __init__(self, groups: list[dict], options: FiraOptions):
@@ -109,8 +95,9 @@ class Fira(GaLore):
 
 
 def projector(gradient: Tensor, rank: int) -> Tensor:
-    """Orthonormal P in the dtype of ``gradient`` [m, n]: [rank, n] if m >= n, for a product from the right, else
-    [m, rank], for a product from the left. The decomposition is computed in fp32 (fp64 for fp64).
+    """Orthonormal P [rank, n] if m >= n, else [m, rank], in the dtype of ``gradient`` [m, n].
+
+    The decomposition is computed in fp32 (fp64 for fp64).
     """
     u, _, vh = torch.linalg.svd(gradient.to(at_least_fp32(gradient.dtype)), full_matrices=False)
     leading = vh[:rank] if gradient.shape[0] >= gradient.shape[1] else u[:, :rank]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
 from dlr_pretrain.config.tree import How, key
-from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole_tensors, without
+from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole_tensors
 
 
 @dataclass
 class Options(AdamOptions):
-    """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others."""
+    """LORO on pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all other parameters."""
 
     schedule: Literal["loro", "cosine"] = key("a cosine that restarts after each exact step, or as all others")
     exact_every: int = key("updates between exact steps", ge=1)
@@ -27,9 +27,10 @@ class Options(AdamOptions):
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}
         names = [name for a, b in downs.items() if a in parameters for name in (b, a)]
-        pairs = {"params": [parameters[name] for name in names], "weight_decay": self.weight_decay, "paired": True}
-        groups = [*decay_groups(without(parameters, names), self.weight_decay), pairs]
-        return [Loro(groups, self, parameters["model.embed_tokens.weight"].shape[1])]
+        others = {name: p for name, p in parameters.items() if name not in names}
+        pairs = {"params": [parameters[name] for name in names], "weight_decay": self.weight_decay}
+        pairs["hidden_size"] = parameters["model.embed_tokens.weight"].shape[1]
+        return [Loro([*decay_groups(others, self.weight_decay), pairs], self)]
 
     @property
     def restart_every(self) -> int | None:
@@ -57,17 +58,16 @@ class Options(AdamOptions):
 class Loro(Adam):
     """Adam on pairs of factors; every ``exact_every``-th update of the run is an exact step.
 
-    An exact step moves each pair on the manifold of matrices of rank r, along Adam's directions. The other updates
-    move the factors themselves, by r / ``hidden_size`` times Adam's step.
+    An exact step moves each pair along Adam's directions on the manifold of matrices of rank r. The other updates move
+    the factors themselves, by r / ``hidden_size`` times Adam's step.
 
-    ``index`` determines which updates are exact, as it determines the restarts of the rate, so that a skipped update,
-    or a run that starts from weights alone, shifts neither. An exact step resets the state of all parameters, and k
-    counts from there.
+    ``index`` determines both the exact steps and the restarts of the rate. A skipped update, or a run that starts from
+    weights alone, therefore shifts neither. An exact step resets the state of all parameters, and k counts from there.
     """
 
-    def __init__(self, groups: list[dict], options: Options, hidden_size: int):
+    def __init__(self, groups: list[dict], options: Options):
         super().__init__(groups, options)
-        self.exact_every, self.hidden_size = options.exact_every, hidden_size
+        self.exact_every = options.exact_every
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
@@ -82,30 +82,29 @@ class Loro(Adam):
         return (self.index + 1) % self.exact_every == 0
 
     def update_group(self, group: dict) -> None:
-        if not group.get("paired"):
+        if "hidden_size" not in group:
             return super().update_group(group)
         for b, a in zip(group["params"][::2], group["params"][1::2], strict=True):
             if b.grad is not None and a.grad is not None:
                 (db, step), (da, _) = self.direction(b, b.grad, group), self.direction(a, a.grad, group)
-                self.update_pair(b, a, db, da, step, group["weight_decay"])
+                self.update_pair(b, a, db, da, step, group)
 
-    def update_pair(self, b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float, weight_decay: float) -> None:
+    def update_pair(self, b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float, group: dict) -> None:
         """Move B and A along Adam's directions."""
         if self.is_exact:
             new_b, new_a = retract(b.to(db.dtype), a.to(da.dtype).T, db, da.T, step)
             b.copy_(new_b)
             a.copy_(new_a.T)
         else:
-            share = a.shape[0] / self.hidden_size
+            share = a.shape[0] / group["hidden_size"]
             for p, direction in ((b, db), (a, da)):
-                move(p, direction, share * step, step * weight_decay)
+                move(p, direction, share * step, step * group["weight_decay"])
 
 
 def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """The balanced factors (B^T B = A^T A) of the matrix of rank r that is nearest to W - step Z.
+    """The balanced factors (B^T B = A^T A) of the rank-r matrix nearest to W - step Z.
 
-    W = B A^T with B [d_out, r] and A [d_in, r]. Z is the tangent vector at W that the directions ``db`` and ``da``
-    represent.
+    W = B A^T with B [d_out, r] and A [d_in, r]. The directions ``db`` and ``da`` represent Z, a tangent vector at W.
     """
     r = b.shape[1]
     (u, rb), (v, ra) = torch.linalg.qr(b), torch.linalg.qr(a)
@@ -125,12 +124,12 @@ def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[
 def rate(
     update: int, steps: int, warmup: int, peak: float, min_ratio: float, every: int, restart: int, shift: int
 ) -> float:
-    """The learning rate of update ``update`` (counted from 0), with the constants of its authors' code.
+    """The learning rate of update ``update`` (counted from 0), with the constants of the authors' code.
 
-    The warm-up starts at ``min_ratio * peak`` rather than 0. The cosine after it runs ``shift`` updates late, so that
-    it rises a little further first and ends above the minimum. An exact step, every ``every`` updates, zeroes the
-    moments; the rate then rises, over ``restart`` updates, from almost 0 to the value of the curve at the restart.
-    There is no restart from the end of the warm-up until update ``shift + every``.
+    The warm-up starts at ``min_ratio * peak`` rather than 0. The cosine after it is ``shift`` updates late: it first
+    rises a little further, and ends above the minimum. Every ``every`` updates an exact step zeroes the moments. The
+    rate then rises over ``restart`` updates from almost 0 to the value of the curve at the restart. Between the end of
+    the warm-up and update ``shift + every`` the rate does not restart.
     """
     warms_up, span = update < warmup, steps - warmup
     t = update if warms_up else update - shift

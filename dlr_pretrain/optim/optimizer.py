@@ -1,4 +1,4 @@
-"""The optimizer of a run: masked updates, fp32 masters, residuals outside of updates, and a state of named tensors."""
+"""The optimizer of a run: masked updates, fp32 masters, residuals (DLR), and a state of named tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
 from dlr_pretrain.util.tensors import ALPHA, named_generator
 
-Split = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by name: fused tensors -> views of their matrices
+Split = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # fused tensors by name -> views of their matrices by name
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class InOut(Protocol):
-    """Residuals in the weights that a model multiplies by (DLR), which updates must not see."""
+    """``models.residual.Residuals``: residuals in the working weights, which an update must not see."""
 
     alpha: Tensor | None
 
@@ -32,42 +32,42 @@ class InOut(Protocol):
     def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
-def state_bytes(chosen: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
-    """Bytes of all state tensors after an update of every parameter, counters included, as in ``state_tensors``.
+def state_bytes(options: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
+    """Bytes of all ``state_tensors`` (counters included) after an update of every parameter.
 
-    The update runs on the meta device: of the parameters only names, shapes and dtypes matter.
+    The update runs on the meta device: it needs only the names, shapes and dtypes of ``parameters``.
     """
     shaped = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     for p in shaped.values():
         p.requires_grad_().grad = torch.empty_like(p)
-    optimizer = Optimizer(chosen, shaped, split=split)
+    optimizer = Optimizer(options, shaped, split=split)
     optimizer.collect()
     optimizer.update(0.0, skip=torch.zeros(()), index=0)
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
 
 
 def checkpoint_bytes(
-    chosen: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict
+    options: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict
 ) -> int:
-    """Bytes of the tensors of a checkpoint: ``state`` (parameters, buffers, learned strengths), and the optimizer's for
-    the ``trained`` parameters.
+    """Bytes of a checkpoint's tensors: ``state`` (parameters, buffers, learned alphas), and the optimizer's state.
+
+    ``trained`` are the names of the parameters that the optimizer updates.
     """
     optimized = {name: state[name] for name in (*trained, ALPHA) if name in state}
-    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(chosen, optimized, split)
+    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(options, optimized, split)
 
 
 class Optimizer:
-    """Updates the parameters of a model by one or more of torch's optimizers, the ``parts``.
+    """Updates the parameters of a model by its ``parts``, one or more optimizers in the style of ``torch.optim``.
 
-    The model multiplies by ``working``, parameters by their names. An update changes ``values``, which have the same
-    names: fp32 masters, or the working weights themselves, without the residuals that the model multiplies by. A
-    checkpoint holds ``values``. ``optimized`` are the trained ones as the parts see them: matrix by matrix, if these
-    need matrices.
+    The model multiplies by the ``working`` weights. An update changes the ``values``, which have the same names: fp32
+    masters, or the working weights themselves, in both cases without residuals. A checkpoint holds the values.
+    ``optimized`` are the trained values as the parts see them: split into matrices, if a part needs matrices.
     """
 
     def __init__(
         self,
-        chosen: OptimizerOptions,
+        options: OptimizerOptions,
         working: Mapping[str, Tensor],
         *,
         values: Mapping[str, Tensor] | None = None,
@@ -76,18 +76,17 @@ class Optimizer:
         compiled: bool = False,
         rounding_seed: int | None = None,
     ):
-        """``values`` are the fp32 masters of ``working`` if there are any. Scalars have no weight decay. Every update
-        receives its learning rate.
+        """``values`` are the fp32 masters of ``working``, if it has masters.
 
-        ``split`` cuts fused tensors into matrices, for the optimizers that treat matrices as such. If parameters are
-        sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
+        ``split`` cuts fused tensors into matrices, for optimizers that treat them as matrices. Each rank updates its
+        own rows of sharded parameters, which these optimizers do not support.
 
         ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
         rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
         """
-        if rounding_seed is not None and not chosen.rounds_stochastically:
-            raise ValueError(f"optimizer={chosen.name} does not round stochastically")
-        whole = chosen.elementwise or any(map(sharded.is_sharded, working.values()))
+        if rounding_seed is not None and not options.rounds_stochastically:
+            raise ValueError(f"optimizer={options.name} does not round stochastically")
+        whole = options.elementwise or any(map(sharded.is_sharded, working.values()))
         self.working, self.residuals, self.split = dict(working), residuals, dict if whole else split
         self.has_masters = values is not None
         self.values = dict(working if values is None else values)
@@ -96,17 +95,18 @@ class Optimizer:
         self.values |= alpha
         seen = {name: self.values[name] for name in self.trained}
         self.optimized = (seen if whole else self.split({n: v.detach() for n, v in seen.items()})) | alpha
-        self.parts = chosen.build(self.optimized, How(compiled, rounding_seed))
-        model, rows = set(working.values()), map(sharded.local_rows, self.optimized.values())
-        self.borrowed = [p for p in rows if p not in model]  # masters, views, and rows of shards
-        self.reads_on_device = all(map(_reads_found_inf, self.parts))
+        self.rows = {name: sharded.local_rows(p) for name, p in self.optimized.items()}  # the parameters of the parts
+        self.parts = options.build(self.optimized, How(compiled, rounding_seed))
         owner = {id(p): part for part in self.parts for group in part.param_groups for p in group["params"]}
-        self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.optimized.items()}
+        self.part_of = {name: owner[id(rows)] for name, rows in self.rows.items()}
+        self.reads_on_device = all(map(_reads_found_inf, self.parts))
+        model = set(working.values())
+        self.borrowed = [p for p in self.rows.values() if p not in model]  # masters, views, and local rows of shards
         self.put_in()  # until here the working weights held B
 
     @torch.no_grad()
     def put_in(self) -> None:
-        """Make the working weights from the values: with residuals, rounded once."""
+        """Set the working weights to the values plus residuals, rounded once."""
         if self.has_masters:
             torch._foreach_copy_(list(self.working.values()), [self.values[name] for name in self.working])
         if self.residuals is not None:
@@ -114,7 +114,7 @@ class Optimizer:
 
     @contextmanager
     def taken_out(self) -> Iterator[dict[str, Tensor]]:
-        """Within this context, the ``values`` are those of a checkpoint: they hold B, and no residual."""
+        """Within this context, the ``values`` are those of a checkpoint: they hold B, without the residual."""
         if self.residuals is not None:
             self.residuals.take_out()
         try:
@@ -124,7 +124,7 @@ class Optimizer:
 
     @torch.no_grad()
     def collect(self) -> list[Tensor]:
-        """Give each optimized tensor its gradient, in the tensor's dtype, and return all gradients."""
+        """Give each optimized tensor its gradient, in the tensor's dtype; returns all gradients."""
         gradients = {}
         for name in self.trained:
             if (gradient := self.working[name].grad) is not None:
@@ -132,68 +132,53 @@ class Optimizer:
         if ALPHA in self.optimized and self.residuals is not None:
             gradients[ALPHA] = self.residuals.alpha_gradient(gradients)
         for name, gradient in self.split(gradients).items():
-            self.optimized[name].grad = gradient
+            self.rows[name].grad = sharded.local_rows(gradient)
         return list(gradients.values())
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
         """Update all parameters at rate ``lr`` by the collected gradients times ``factor``, unless ``skip`` is 1.
 
         If ``skip`` is 1, parameters and state do not change. ``skip`` and ``factor`` are fp32 scalars on the device.
-        An update may overwrite the gradients. ``index`` is the update's index in the run, from 0, by which loro goes.
+        An update may overwrite the gradients. ``index`` is the update's index in the run, counted from 0: it decides
+        when loro takes an exact step.
 
         adamw and adamw_8bit read both scalars on the device, through the hooks of torch's gradient scaler: the host
         does not wait, and gradients are scaled in fp32 as they are read. If any part lacks these hooks, the host waits
-        once for both, and steps no part if ``skip`` is 1.
+        once for both scalars.
         """
-        number: Tensor | float | None = None  # the factor, where parts cannot read it on the device
-        if not self.reads_on_device:
-            skipped, number = _on_host(skip, factor)
-            if skipped:
-                return
+        skipped, on_host = (False, None) if self.reads_on_device else _on_host(skip, factor)
+        if skipped:
+            return
         with self.taken_out():
-            shards = [p for p in self.optimized.values() if sharded.is_sharded(p)]
-            for p in shards:
-                sharded.local_rows(p).grad = None if p.grad is None else sharded.local_rows(p.grad)
             for part in self.parts:
-                self._step(part, lr, skip, factor, number, index)
+                for group in part.param_groups:
+                    group["lr"] = lr
+                if isinstance(part, Adam):
+                    part.index = index
+                if _reads_found_inf(part):
+                    vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
+                elif on_host is not None and on_host != 1.0:
+                    gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
+                    torch._foreach_mul_(gradients, on_host)
+                part.step()
 
     def clear(self) -> None:
-        """Free the gradients that ``collect`` and ``update`` made; those of the model stay."""
+        """Free the gradients that ``collect`` and ``update`` made, but not those of the model."""
         for p in self.borrowed:
             p.grad = None
 
-    def _step(
-        self,
-        part: torch.optim.Optimizer,
-        lr: float,
-        skip: Tensor,
-        factor: Tensor | None,
-        number: Tensor | float | None,
-        index: int,
-    ) -> None:
-        for group in part.param_groups:
-            group["lr"] = lr
-        if isinstance(part, Adam):
-            part.index = index
-        if _reads_found_inf(part):
-            vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
-        elif number is not None and number != 1.0:
-            gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, number)
-        part.step()
-
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state as ``<parameter>/<entry>`` tensors, sharded like their parameters, except scalars."""
+        """The state as ``<parameter>/<entry>`` tensors, sharded like their parameters (scalars are not sharded)."""
         return {
             f"{name}/{entry}": sharded.shard_like(self.optimized[name], value) if value.dim() else value
             for name, entry, value in self._entries()
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored]) -> None:
-        """Restore ``state_tensors``, bit for bit, in each parameter's own memory layout.
+        """Restore ``state_tensors`` bit for bit, in the memory layout of each parameter.
 
-        ``tensors`` are whole; each rank takes its rows of the state of sharded parameters. Raises UserError for state
-        of a parameter that this optimizer does not have.
+        ``tensors`` are whole; of sharded parameters each rank takes its rows. Raises UserError for state of a parameter
+        that this optimizer does not have.
         """
         states: dict[str, dict[str, Tensor]] = {}
         for full, stored in tensors.items():
@@ -202,16 +187,16 @@ class Optimizer:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
             states.setdefault(name, {})[entry] = _own(self.optimized[name], self.part_of[name], entry, stored)
         for name, state in states.items():
-            self.part_of[name].state[sharded.local_rows(self.optimized[name])] = state
+            self.part_of[name].state[self.rows[name]] = state
 
     def release(self) -> None:
-        """Free the state: after the last update nothing needs it, and a device may have no room to fold beside it."""
+        """Free the state after the last update: the device may lack the memory to fold beside it."""
         for part in self.parts:
             part.state.clear()
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int) -> None:
-        """Zero the moments of ``names`` in place, except entries kept with probability ``keep``; nothing else changes.
+        """Zero the moments of ``names`` in place, except entries that are kept with probability ``keep``.
 
         The choice depends on (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023), which keeps 0.001.
         """
@@ -229,15 +214,15 @@ class Optimizer:
                 value.masked_fill_(sharded.own_part(p, dropped), zero)
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
-        for name, p in self.optimized.items():
-            for entry, value in self.part_of[name].state.get(sharded.local_rows(p), {}).items():
+        for name, p in self.rows.items():
+            for entry, value in self.part_of[name].state.get(p, {}).items():
                 yield name, entry, value
 
 
 def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float | None]:
-    """Read ``skip`` and ``factor`` on the host, with one wait for the device.
+    """``skip`` and ``factor`` on the host, after one wait for the device.
 
-    The factor is returned in a form that no kernel rounds to bf16 first: a number on GPUs, a tensor on CPUs.
+    Kernels do not round this form of the factor to bf16: a number on GPUs, a tensor on CPUs.
     """
     if factor is None or not factor.is_cuda:
         return bool(skip), factor
@@ -250,7 +235,7 @@ def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
 
 
 def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:
-    """A copy of ``stored``, laid out as ``part`` itself would make the state of this rank's rows of ``p``."""
+    """A copy of this rank's rows of ``stored``, laid out as ``part`` itself lays out state of ``p``."""
     value = sharded.whole(stored) if entry == "step" else sharded.own_part(p, stored)
     if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the update's index: nothing to save, nothing to restore."""
+"""Learning rates as pure functions of the update's index: no state to save or restore."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ def rate(cfg: Config, update: int) -> float:
     """The learning rate of update ``update`` (counted from 0) in the run ``cfg``."""
     if cfg.optimizer.restart_every:
         return cfg.optimizer.rate(cfg, update)
-    t, every, since_merge = cfg.train, cfg.backbone.merge_every, 1.0
-    if every:
-        since_merge = restarted(update, every, cfg.backbone.restart_warmup)
+    t, every = cfg.train, cfg.backbone.merge_every
+    factor = restarted(update, every, cfg.backbone.restart_warmup) if every else 1.0
     span = t.steps, cfg.warmup_steps, t.lr, t.min_lr_ratio
-    return since_merge * decayed(update, *span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
+    return factor * decayed(update, *span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
 
 
 def merge_due(cfg: Config, step: int) -> bool:
-    """Whether ReLoRA merges after update ``step`` (counted from 1); never after the last."""
+    """Whether ReLoRA merges after update ``step`` (counted from 1). It never merges after the last update."""
     every = cfg.backbone.merge_every
     return every is not None and step % every == 0 and step < cfg.train.steps
 
@@ -28,10 +27,11 @@ SHAPES = {"cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)), "
 
 
 def decayed(update: int, steps: int, warmup: int, peak: float, min_ratio: float, decay: int, shape: str) -> float:
-    """The rate of update ``update`` (counted from 0): linear from 0 to ``peak`` over ``warmup`` updates, then constant;
-    over the last ``decay`` updates it falls to ``min_ratio * peak`` at ``steps``, as a half cosine or linearly.
+    """The rate of update ``update`` (counted from 0): a linear warm-up, then ``peak``, then a decay.
 
-    As in the GaLore family of scripts, the first update has rate 0 if there is a warm-up.
+    The rate rises from 0 to ``peak`` over ``warmup`` updates. Over the last ``decay`` updates it falls to
+    ``min_ratio * peak`` at ``steps``, as a half cosine or linearly. As in the GaLore family of scripts, the first
+    update of a warm-up has rate 0.
     """
     if update < warmup:
         return peak * update / warmup
@@ -40,9 +40,9 @@ def decayed(update: int, steps: int, warmup: int, peak: float, min_ratio: float,
 
 
 def restarted(update: int, every: int, restart: int) -> float:
-    """ReLoRA's factor of the rate (Lialin et al., 2023): it rises from 0 to 1 in ``restart`` updates after a merge.
+    """ReLoRA's factor of the rate (Lialin et al., 2023): it rises from 0 to 1 over ``restart`` updates after a merge.
 
-    A merge follows every ``every`` updates, so the index of the first update after a merge is a multiple of ``every``.
+    The first update after a merge has an index that is a multiple of ``every``.
     """
     since = update % every
     return since / restart if update >= every and since < restart else 1.0

@@ -1,4 +1,4 @@
-"""Each test compiles from the beginning: dynamo counts the graphs of a function over all tests of a process."""
+"""Each test compiles anew: Dynamo counts the graphs of a function over all tests of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain LLaMA from its formulas, one projection at a time: what every backbone's test compares with."""
+"""A plain LLaMA written from the formulas, one projection at a time: the reference for every backbone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layer_norm(state: State, name: str, x: Tensor) -> Tensor:
 
 
 def r_transposed(d_out: int, rank: int, grouping: str = "contiguous", name: str = "", seed: int = 0) -> Tensor:
-    """R^T [d_out, rank] entry by entry: output i receives latent g(i)."""
+    """R^T [d_out, rank], entry by entry: output i receives latent g(i)."""
     copies = math.ceil(d_out / rank)
     g = [i // copies for i in range(d_out)]
     if grouping == "random":
@@ -52,7 +52,7 @@ def r_transposed(d_out: int, rank: int, grouping: str = "contiguous", name: str 
 def reference_loss(
     state: State, ids: Tensor, targets: Tensor, heads: int, layers: int, project: Project, swiglu_silu: bool = True
 ) -> Tensor:
-    """Summed next-token cross-entropy; ``project`` is the backbone, called in the order in which a block computes."""
+    """Summed next-token cross-entropy. ``project`` is the backbone, called in the order of a block's computation."""
 
     def norm(name, x):
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
@@ -63,7 +63,7 @@ def reference_loss(
     position = torch.arange(T, dtype=x.dtype)[:, None]
     angle = position * 10000.0 ** (-torch.arange(0, E, 2, dtype=x.dtype) / E)
 
-    def turn(t):  # pairs (j, j + E/2) turned by their angle
+    def turn(t):  # rotates the pairs (j, j + E/2) by their angle
         l, r = t[..., : E // 2], t[..., E // 2 :]
         return torch.cat((l * angle.cos() - r * angle.sin(), r * angle.cos() + l * angle.sin()), -1)
 
@@ -98,7 +98,7 @@ def full(cfg: Config, state: State) -> Project:
 def up(cfg: Config, state: State, name: str) -> Tensor:
     """B; with DLR, B + alpha / sqrt(K) R^T with K = ceil(d_out / r)."""
     b, dlr = state[f"{name}.b.weight"], cfg.dlr
-    if not dlr.enabled or dlr.mode == "offset":  # which is in B from the start
+    if not dlr.enabled or dlr.mode == "offset":  # B starts with the offset
         return b
     _, _, block, _, projection = name.split(".")
     number = len(PROJECTIONS) * int(block) + PROJECTIONS.index(projection)
@@ -131,7 +131,7 @@ def lost(cfg: Config, state: State) -> Project:
 
 
 def lax(cfg: Config, state: State) -> Project:
-    """y = B z, z = phi(norm(A x + G(c))); c is the z of the same projection in the block before.
+    """y = B z, z = phi(norm(A x + G(c))); c is the z of the same projection in the previous block.
 
     G(c) is W c + b, or E2^T C E1 with c as a matrix C [n1, n2].
     """
@@ -182,7 +182,7 @@ FORMULAS |= {"lora": lora, "relora": lora, "sltrain": sltrain}
 
 
 def formula_loss(cfg: Config, state: State, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The summed loss of ``rows`` (ids, targets), each by itself."""
+    """The summed loss of ``rows`` (ids, targets), each computed alone."""
     scale, silu_of_swiglu = cfg.scale, cfg.backbone.swiglu_silu
     project = FORMULAS[cfg.backbone.name]
     return sum(
@@ -196,7 +196,7 @@ def formula_loss(cfg: Config, state: State, rows: Iterable[tuple[Tensor, Tensor]
 
 
 class Operations(TorchDispatchMode):
-    """Calls ``look`` with each operation of torch and the tensors that it returns."""
+    """Calls ``look`` with each torch operation and the tensors that it returns."""
 
     def __init__(self, look: Callable[[Any, list[Tensor]], object]):
         super().__init__()
@@ -219,7 +219,7 @@ def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> C
 
 
 def weights(model: Llama) -> State:
-    """What a checkpoint of the model exports, by its names."""
+    """The tensors of the model by their exported names."""
     return split(model, model.state_dict())
 
 
@@ -229,8 +229,9 @@ def with_checkpointing(cfg: Config, mode: str) -> Config:
 
 @torch.no_grad()
 def disturbed(cfg: Config, dtype: torch.dtype = torch.float64, vocabulary: int = VOCAB) -> Llama:
-    """The model of ``cfg``, with noise on what starts constant (norms, biases, a B of zeros): the start would hide a
-    term. The embedding has unit scale: at 0.02 the first norm multiplies rounding errors by 50.
+    """The model of ``cfg`` with noise on constant initial values (norms, biases, a zero B), which could hide a term.
+
+    The embedding has unit scale: at 0.02 the first norm would multiply rounding errors by 50.
     """
     model, generator = build_model(cfg, vocabulary, CPU, dtype), torch.Generator().manual_seed(9)
     model.model.embed_tokens.weight.mul_(50)

@@ -1,4 +1,4 @@
-"""What a block keeps between its forward and its backward pass. That no mode changes a bit is in ``test_models``."""
+"""What a block keeps for its backward pass. ``test_models`` shows that no checkpointing mode changes a bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.parity.reference import CPU, VOCAB, Operations, small, with_checkpoin
 
 
 def kept_by(act: Callable[[], object], model: nn.Module) -> list[torch.UntypedStorage]:
-    """The storages that ``act`` has made and that its result keeps alive, without parameters and buffers."""
+    """The storages that ``act`` allocates and its result keeps alive, except parameters and buffers."""
     made: list[weakref.ref] = []
     with Operations(lambda _, tensors: made.extend(weakref.ref(t.untyped_storage()) for t in tensors)):
         result = act()
@@ -28,7 +28,7 @@ def kept_by(act: Callable[[], object], model: nn.Module) -> list[torch.UntypedSt
 
 
 def kept(model: Llama, positions: int = 32) -> float:
-    """Values a position that are alive between the forward and the backward pass."""
+    """Values per position that are alive between the forward and the backward pass."""
     storages = kept_by(lambda: model.hidden(torch.randint(0, VOCAB, (2, positions // 2))), model)
     return sum(storage.nbytes() for storage in storages) / positions / 4  # fp32
 
@@ -36,10 +36,10 @@ def kept(model: Llama, positions: int = 32) -> float:
 @pytest.mark.parametrize(("variant", "latent", "block"), [  # r = 8, d = 32
     ("lost backbone.rank=8 backbone.sparsity=0.2", 7 * 8 + 32, 32),
     ("cola", 7 * 8 + 32, 32),
-    ("cola_lax", 14 * 8 + 32, 7 * 8 + 32),  # latents cross, and are inputs of a block too
+    ("cola_lax", 14 * 8 + 32, 7 * 8 + 32),  # crossing latents are also inputs of a block
 ])  # fmt: skip
 def test_a_block_keeps_latents_and_the_residual_stream(variant, latent, block):
-    """From one block more, so that what the whole model keeps does not count."""
+    """Measured as the difference of one block, to leave out what the whole model keeps."""
 
     def by_a_block(mode: str) -> float:
         configurations = (with_checkpointing(small(*variant.split(), layers=layers), mode) for layers in (3, 2))

@@ -1,4 +1,4 @@
-"""DLR in our models: which output receives which latent, B and W around an update, folding, ablations in runs."""
+"""DLR in our models: grouping, B and W around an update, folding, and ablations in runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_each_output_receives_the_latent_of_its_group(d_out, rank, columns):
     assert divisor_of(d_out, rank, True) == math.sqrt(math.ceil(d_out / rank)) and divisor_of(d_out, rank, False) == 1
 
 
-def test_random_duplication_is_the_papers():
+def test_random_grouping_is_that_of_the_paper():
     hashed = int.from_bytes(hashlib.md5(Q.encode()).digest()[:8], "little")
     assert [(seed ^ hashed) % (2**63 - 1) for seed in (0, 42)] == [3723340643983772940, 3723340643983772966]
     assert columns_of("random", "fc1", 12, 4, 42).tolist() == [1, 2, 3, 1, 2, 0, 0, 1, 0, 0, 3, 2]
@@ -67,7 +67,7 @@ def test_random_duplication_is_the_papers():
     assert torch.equal(drawn, columns_of("random", Q, 32, 8, 0))
 
 
-def test_an_offset_starts_where_the_residual_starts():
+def test_offset_and_residual_start_from_the_same_weights():
     with_residual, offset = (made(small("cola", f"dlr={dlr}"))[0] for dlr in ("on", "init_offset"))
     assert all(map(torch.equal, with_residual.parameters(), offset.parameters()))
 
@@ -81,8 +81,8 @@ def test_an_offset_starts_where_the_residual_starts():
     ("lost dlr=on backbone.rank=8 backbone.sparsity=0.2", "bf16"),
     ("cola_lax dlr=on", "bf16"),
 ])  # fmt: skip
-def test_weights_are_the_sum_rounded_once(words, precision):
-    """Those of the model and of the fold; each update sees B, bit for bit."""
+def test_weights_are_b_plus_the_residual_rounded_once(words, precision):
+    """The weights of the model and of the fold. Each update sees B, bit for bit."""
     cfg = small(*words.split(), f"precision={precision}")
     model, b, optimizer = made(cfg)
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_weights_are_the_sum_rounded_once(words, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_merging_takes_as_many_kernels_for_any_depth(precision):
+def test_the_number_of_kernels_does_not_grow_with_depth(precision):
     def kernels(layers: int) -> int:
         _, _, optimizer = made(small("cola", "dlr=on", f"precision={precision}", layers=layers))
         seen = []
@@ -119,8 +119,8 @@ def test_merging_takes_as_many_kernels_for_any_depth(precision):
 @pytest.mark.parametrize("dlr", ["on", "learnable_alpha"])
 @pytest.mark.parametrize("with_masters", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_put_in_has_the_bits_of_the_eager_one(dtype, with_masters, dlr):
-    """The GPU's path, here by the CPU's compiler."""
+def test_compiled_put_in_equals_eager_bit_for_bit(dtype, with_masters, dlr):
+    """The path of a GPU, compiled here for a CPU."""
     cfg = small("cola", f"dlr={dlr}")
     eager = disturbed(cfg, dtype)
     start, fused = ({name: p.detach().clone() for name, p in eager.named_parameters()}, copy.deepcopy(eager))
@@ -145,9 +145,10 @@ def test_compiled_put_in_has_the_bits_of_the_eager_one(dtype, with_masters, dlr)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_plain_loop_has_the_bits_of_the_trainer(precision):
-    """50 updates of every B, each in a linear layer that ``attach_dlr`` adds the residual to. Of the trainer the loop
-    takes the products alone, whose sums may be ordered as they like.
+def test_a_plain_loop_equals_the_trainer_bit_for_bit(precision):
+    """50 updates of every B, each in a linear layer with ``attach_dlr``.
+
+    The loop shares only the products with the trainer, because their order of summation is not fixed.
     """
     batch_of = ("train.global_batch=2", "train.micro_batch=2", "train.seq_len=8", "train.clip=null")
     cfg = small("cola", "dlr=on", "compile=false", "device=cpu", f"precision={precision}", *batch_of)
@@ -196,7 +197,7 @@ def test_a_plain_loop_has_the_bits_of_the_trainer(precision):
 ])  # fmt: skip
 @pytest.mark.usefixtures("no_export")
 def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
-    """Bit for bit, masters and all; the folded tensors are what the last forward multiplied by (checked by the run)."""
+    """Bit for bit, including masters. The run itself checks that the folded tensors are the last working weights."""
     given = ("backbone=cola", f"dlr={option}", f"precision={precision}", "train.steps=8", "train.lr=1e-3")
     whole = final(train(tmp_path / "whole", *given))
     with pytest.raises(Stopped):
@@ -206,9 +207,10 @@ def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
 
 @pytest.mark.usefixtures("no_export")
 @pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_sr"])
-def test_learned_scalars_are_not_decayed(train, tmp_path, precision):
-    """At a decay of a tenth an update, which would leave 0.43 of them. Nor do they wait for a draw: bf16 has 1 and
-    neighbours of 0.996 and 1.008.
+def test_learned_alphas_are_not_decayed(train, tmp_path, precision):
+    """At a decay of a tenth per update, which would leave 0.43 of them.
+
+    They are not rounded to bf16 either, in which the neighbours of 1 are 0.996 and 1.008.
     """
     given = ("dlr=learnable_alpha", "backbone=cola", f"precision={precision}")
     folder = train(tmp_path / "run", *given, "train.steps=8", "train.lr=1e-3", "optimizer.weight_decay=100")

@@ -1,6 +1,6 @@
-"""The parts of documents in a row: their targets and numbers, the bias that hides others, attention in bf16 on a CPU.
+"""Documents that share a row: their targets and numbers, the attention bias, and bf16 attention on a CPU.
 
-That whole models compute of each document what it has alone is in ``test_models``.
+``test_models`` shows that a whole model computes the same for a document in a row as for a document alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models.llama import attention, attention_bias
 
 
-def test_after_its_end_another_document_begins_and_no_target():
+def test_documents_are_numbered_and_no_target_crosses_them():
     ids = torch.tensor([[7, 8, EOS, 9, EOS, EOS, 4], [EOS, 3, 3, 3, 3, 3, 3]])
     targets = torch.tensor([[8, EOS, 9, EOS, EOS, 4, 5], [3, 3, 3, 3, 3, 3, EOS]])
     same, scored, numbers = separated(ids, targets, EOS)
@@ -25,7 +25,7 @@ def test_after_its_end_another_document_begins_and_no_target():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_position_attends_to_what_precedes_it_in_its_document(dtype):
+def test_a_position_sees_earlier_positions_of_its_document(dtype):
     numbers = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
     bias = attention_bias(numbers, dtype)
     assert bias.shape == (2, 1, 6, 6) and bias.dtype == dtype
@@ -37,8 +37,8 @@ def test_a_position_attends_to_what_precedes_it_in_its_document(dtype):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_compiled_for_a_cpu_is_the_formula(masked):
-    """Its own products in bf16, against float64: no further away than three roundings, of scores, weights and sums."""
+def test_compiled_cpu_attention_matches_the_formula(masked):
+    """In bf16, within three roundings (of scores, weights and sums) of float64."""
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 3, 40, 16, dtype=torch.float64).to(torch.bfloat16) for _ in range(4))
     bias = attention_bias(torch.arange(80).reshape(2, 40) // 17, torch.bfloat16) if masked else None

@@ -1,4 +1,4 @@
-"""DLR in other people's models: factorised, trained in a plain loop, folded, multiplied out; and what it refuses."""
+"""DLR in foreign models: factorise, train in a plain loop, fold, multiply out; and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANK = 6
 
 
 class Net(nn.Module):
-    """Layers with a bias, in places of many names."""
+    """Linear layers with a bias, at several levels of nesting."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ def train(model: nn.Module, optimizer: torch.Optimizer | None = None, steps: int
 
 
 def factors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters by the names that they had before ``attach_dlr``."""
+    """The parameters by their names before ``attach_dlr``."""
     named = model.named_parameters()
     names = {"parametrizations.weight.original": "weight", "parametrizations.weight.0.": ""}
     return {re.sub("|".join(names), lambda found: names[found[0]], name): p.detach() for name, p in named}
@@ -97,7 +97,7 @@ class Literal(nn.Module):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"learn_alpha": True}, {"learn_alpha": True, "train_b": False}], ids=str)
-def test_a_plain_loop_trains_the_formula_with_decay_of_b_alone(arguments):
+def test_a_plain_loop_trains_like_the_literal_formula(arguments):
     model = Net()
     names = factorize_(model, RANK, "mlps.*")
     reference = copy.deepcopy(model)
@@ -124,7 +124,7 @@ class Theirs(nn.Module):
         return SimpleNamespace(loss=self.up(self.down(x)).square().sum())
 
 
-def test_the_loop_of_the_page_runs():
+def test_the_documented_loop_runs():
     loop, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), flags=re.DOTALL)
     model, data = Theirs(), torch.randn(3, 5, 8)
     before, optimizer = model.up.weight.detach().clone(), torch.optim.AdamW(model.parameters())
@@ -133,7 +133,7 @@ def test_the_loop_of_the_page_runs():
     torch.testing.assert_close(difference, torch.full((10,), 3**-0.5), rtol=0, atol=0.01)  # beta and three steps
 
 
-def test_factors_are_the_truncated_svd_and_can_keep_the_output():
+def test_factors_are_the_balanced_truncated_svd():
     whole, before = Net(), loss_of(Net(), 0).item()
     factorize_(whole, 16, "mlps.*")
     assert loss_of(whole, 0).item() == pytest.approx(before, rel=1e-12)
@@ -145,13 +145,18 @@ def test_factors_are_the_truncated_svd_and_can_keep_the_output():
         b, a = (model.get_submodule(f"{name}.{f}").weight for f in "ba")
         torch.testing.assert_close(b @ a, u[:, :RANK] @ torch.diag(s[:RANK]) @ vh[:RANK], rtol=0, atol=1e-11)
         torch.testing.assert_close(b.T @ b, a @ a.T, rtol=0, atol=1e-11)
+
+
+def test_keep_output_preserves_the_output():
+    model = Net()
+    factorize_(model, RANK, "mlps.*")
     before = loss_of(model, 0).item()
     assert loss_of(attached(keep_output=True), 0).item() == pytest.approx(before, rel=1e-12)
     assert abs(loss_of(attached(), 0).item() - before) > 1e-3
 
 
 # ----------------------------------------------------------------------------------------------------
-# One layer of somebody else's, with a bias
+# One foreign layer, with a bias
 
 
 def layer(d_in: int = 8, rank: int = 4, d_out: int = 10) -> nn.ModuleDict:
@@ -169,7 +174,7 @@ def run(model: nn.ModuleDict) -> torch.Tensor:
     {"train_b": False, "learn_alpha": True}, {"variance_correction": False},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_the_forward_pass_and_fold_round_the_formula_once(dtype, arguments):
+def test_forward_pass_and_fold_round_once(dtype, arguments):
     if dtype == torch.bfloat16 and "keep_output" in arguments:
         return  # refused
     model = layer().to(dtype)
@@ -193,7 +198,7 @@ def test_the_forward_pass_and_fold_round_the_formula_once(dtype, arguments):
         assert torch.equal(run(model), cast)
 
 
-def test_what_is_frozen_stays_frozen():
+def test_frozen_factors_stay_frozen():
     model = layer()
     model["b"].weight.requires_grad_(False)
     factorize_(model, 3, "b")
@@ -218,7 +223,7 @@ def test_an_optimizer_made_before_attach_dlr_trains_b():
     assert set(model.parameters()) == parameters
 
 
-def test_an_averaged_copy_folds_by_itself_into_the_average():
+def test_an_averaged_copy_folds_independently():
     model = attached()
     averaged, expected = AveragedModel(model), 0
     for step in range(3):
@@ -232,7 +237,7 @@ def test_an_averaged_copy_folds_by_itself_into_the_average():
     assert loss_of(model, 0).item() == shown and fold_(model) == 4 and loss_of(model, 0).item() == shown
 
 
-def test_a_compiled_model_is_one_graph_and_trains_as_eager():
+def test_a_compiled_model_trains_like_eager():
     model, eager = attached(learn_alpha=True), attached(learn_alpha=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     train(compiled)
@@ -251,7 +256,7 @@ def test_gradient_checkpointing_changes_no_bit(reentrant):
     require_equal(model, plain)
 
 
-def test_up_projections_are_found_named_or_chosen():
+def test_up_projections_are_found_or_matched():
     model = nn.ModuleDict({"one": layer(), "two": nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 10))})
     assert attach_dlr(copy.deepcopy(model)) == ["one.b"]
     assert attach_dlr(copy.deepcopy(model), match="two.1") == ["two.1"]
@@ -269,8 +274,8 @@ def test_up_projections_are_found_named_or_chosen():
 
 
 @pytest.mark.parametrize("learn_alpha", [False, True])
-def test_fsdp2_trains_as_one_process_does_and_is_folded_whole(learn_alpha):
-    """38 and 16 outputs are shared out unevenly, and an alpha leaves two of three ranks with nothing."""
+def test_fsdp2_trains_like_one_process(learn_alpha):
+    """38 and 16 outputs are sharded unevenly, and an alpha is on one of three ranks only. The gathered model folds."""
 
     def act():
         dist.init_process_group("gloo")
@@ -325,12 +330,12 @@ def computed() -> nn.ModuleDict:
     (attached, {}, "b has a residual already"),
     (nn.ReLU, {}, "no up-projection"),
     (layer, {"match": "*.nothing"}, "no up-projection"),
-    (layer, {"match": "*"}, "a is no up-projection: it maps 8 to 4 features"),
+    (layer, {"match": "*"}, "a is not an up-projection: it maps 8 to 4 features"),
     (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
     (layer, {"keep_output": True, "train_b": False}, "train_b=False: B stays zero"),
     (layer, {"grouping": "even"}, "grouping='even'"),
 ])  # fmt: skip
-def test_what_cannot_carry_a_residual_is_refused(make, arguments, message):
+def test_attach_dlr_refuses_unfit_modules(make, arguments, message):
     model = make()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
@@ -348,7 +353,7 @@ def test_what_cannot_carry_a_residual_is_refused(make, arguments, message):
     ({"grouping": "random"}, {}, "^b .* that takes other latents. Attach with the same grouping, seed and names"),
     ({"grouping": "random", "seed": 1}, {"grouping": "random"}, "^b was .* takes other latents"),
 ])  # fmt: skip
-def test_a_state_of_another_residual_is_refused(given, into, message):
+def test_a_state_dict_of_another_residual_is_refused(given, into, message):
     models = []
     for arguments in (given, into):
         models.append(layer())
@@ -359,7 +364,7 @@ def test_a_state_of_another_residual_is_refused(given, into, message):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"alpha": 0.3, "learn_alpha": True, "grouping": "random"}], ids=str)
-def test_a_state_is_loaded_and_saved_as_tensors(arguments):
+def test_a_state_dict_survives_safetensors(arguments):
     model, other = attached(**arguments), attached(**arguments)
     train(model)
     state = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
@@ -379,20 +384,20 @@ def test_a_state_is_loaded_and_saved_as_tensors(arguments):
     (layer, {"rank": 2, "match": "*.nothing"}, "no linear layer"),
     (tied, {"rank": 2, "match": "*.b"}, "its weight is used under two names"),
 ])  # fmt: skip
-def test_what_cannot_be_factorised_is_refused(make, given, message):
+def test_factorize_refuses_unfit_layers(make, given, message):
     with pytest.raises(ValueError, match=message):
         factorize_(make(), **given)
 
 
-def test_nothing_is_folded_or_multiplied_out_twice_or_too_early():
+def test_fold_and_multiply_refuse_the_wrong_order():
     model = layer()
     with pytest.raises(ValueError, match="no residual: attach_dlr was not called"):
         fold_(model)
-    with pytest.raises(ValueError, match="no layers of factorize_"):
+    with pytest.raises(ValueError, match="no layer of this module is from factorize_"):
         multiply_(model)
     factorize_(model, 3, "b")
     attach_dlr(model, match="b.b")
-    with pytest.raises(ValueError, match=r"b: call fold_ first"):
+    with pytest.raises(ValueError, match=r"b: its residual is not in the weight yet. Call fold_"):
         multiply_(model)
     fold_(model)
     with pytest.raises(ValueError, match="fold_ was called already"):

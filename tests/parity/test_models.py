@@ -1,4 +1,4 @@
-"""Every backbone, with DLR and its ablations, against a LLaMA written from the formulas, in float64; and compiled."""
+"""Every backbone, with DLR and its ablations, against a LLaMA written from the formulas in float64; compiled models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.parity.reference import VOCAB, State, disturbed, formula_loss, small,
 
 LENGTHS = (5, 1, 9, 2, 7)  # of documents, with </s>; one is empty
 MANY = "backbone.sparsity=0.2"  # 6 of 32 channels and 18 of 91: the projections of a layer share some
-CARRYING = [  # a residual can be added to their B
+CARRYING = [  # backbones that DLR can be attached to
     "lowrank", "cola", "cola backbone.swiglu_silu=false backbone.latent_scale=0.6",
     "lost", f"lost backbone.rank=8 {MANY}", f"lost backbone.rank=13 backbone.gamma=0.5 backbone.activation=none {MANY}",
     *(f"{backbone} backbone.gate={gate}" for backbone in ("lax", "cola_lax") for gate in ("tensor", "dense")),
@@ -36,13 +36,13 @@ CASES = [*(f"{variant} dlr=off" for variant in OTHERS + CARRYING), *WITH_RESIDUA
 
 
 def documents() -> list[Tensor]:
-    """Documents of ids that no other has, each with its </s>."""
+    """Documents without common ids, each with its </s>."""
     ids = iter(range(3, VOCAB))
     return [torch.tensor([*(next(ids) for _ in range(length - 1)), EOS]) for length in LENGTHS]
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, targets and document numbers [1, T] of the documents in one row, which has no target beyond its end."""
+    """Ids, targets and document numbers [1, T] of all documents in one row. The last position has no target."""
     row = torch.cat(documents())[None]
     return separated(row, torch.cat((row[:, 1:], torch.full((1, 1), IGNORE)), 1), EOS)
 
@@ -58,7 +58,7 @@ def of(case: str) -> Config:
 
 
 def step(model: Llama, rows: tuple = (padded(), packed())) -> tuple[list[Tensor], State]:
-    """The losses of ``rows``: by default padded ones, and documents that do not see each other; and their gradients."""
+    """The losses of ``rows`` (by default padded rows, and separated documents), and the gradients of their sum."""
     losses = [model(*inputs) for inputs in rows]
     sum(losses).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -71,7 +71,7 @@ def leaves(tensors: State) -> State:
 
 
 def assert_formula(cfg: Config, state: State, losses: list[Tensor], gradients: State) -> None:
-    """``losses`` and ``gradients`` are those of the formula at ``state``, by exported names."""
+    """Assert that ``losses`` and ``gradients`` are those of the formula at ``state``, by exported names."""
     state = leaves(state)
     alone = [(d[None, :-1], d[None, 1:]) for d in documents() if len(d) > 1]
     for loss, rows in zip(losses, ([padded()], alone), strict=True):
@@ -84,8 +84,8 @@ def assert_formula(cfg: Config, state: State, losses: list[Tensor], gradients: S
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_losses_and_gradients_are_the_formulas(case):
-    """The model multiplies by W = B + beta R^T, and the formula is given B."""
+def test_losses_and_gradients_match_the_formulas(case):
+    """The model holds W = B + beta R^T; the formula receives B."""
     cfg = of(case)
     model = disturbed(cfg)
     state = leaves(weights(model))
@@ -102,8 +102,8 @@ def test_losses_and_gradients_are_the_formulas(case):
 
 
 @pytest.mark.parametrize("case", WITH_RESIDUAL, ids=str)
-def test_the_residual_as_a_branch_is_the_formula(case):
-    """In a model that holds B."""
+def test_the_residual_branch_matches_the_formula(case):
+    """The model holds B."""
     cfg = of(case)
     model = disturbed(cfg)
     state = weights(model)
@@ -114,7 +114,7 @@ def test_the_residual_as_a_branch_is_the_formula(case):
 
 
 @pytest.mark.parametrize("case", [f"{variant} dlr=off" for variant in OTHERS + CARRYING], ids=str)
-def test_what_a_block_keeps_for_backward_changes_no_bit(case):
+def test_activation_checkpointing_changes_no_bit(case):
     cfg = of(case)
     losses, gradients = step(disturbed(cfg))
     for mode in ("latent", "block"):
@@ -131,7 +131,7 @@ def test_odd_widths_are_padded_to_multiples_of_64():
 
 
 def assert_same_step(compiled: Llama, eager: Llama, rel: float, grad_rel: float, grad_abs: float) -> None:
-    """In training and in evaluation, of a row and of its documents."""
+    """Compares training and evaluation, with and without document masks."""
     rows = packed()[:2], packed()
     with torch.no_grad():
         evaluated = compiled(*rows[0])
@@ -150,8 +150,8 @@ def assert_same_step(compiled: Llama, eager: Llama, rel: float, grad_rel: float,
         f"lost backbone.rank=8 {MANY}", "cola_lax backbone.gate=tensor train.activation_checkpointing=latent",
     )),
 ])  # fmt: skip
-def test_compiled_equals_eager_with_a_graph_for_all_blocks(case, whole, monkeypatch):
-    """In float64, where what compilation reorders does not show. Beyond eight graphs of a function dynamo gives up."""
+def test_compiled_equals_eager_with_one_graph_per_block_kind(case, whole, monkeypatch):
+    """In float64, where reordered operations do not show. Dynamo gives up beyond eight graphs of a function."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     eager = disturbed(small(*case.split(), layers=4))
@@ -160,7 +160,7 @@ def test_compiled_equals_eager_with_a_graph_for_all_blocks(case, whole, monkeypa
     assert_same_step(compiled, eager, 1e-12, 1e-10, 1e-11)
     kinds = 2 if "lax" in case else 1  # of blocks: the first has no gate
     graphs = counter.frame_count
-    # evaluation, training, documents; the last norm and the loss, twice
+    # evaluation, training and documents; the last norm and the loss twice
     assert graphs == 3 * (1 if whole else kinds) + (2 if whole else 4)
     ids, targets, numbers = packed()
     compiled(ids, targets, torch.zeros_like(numbers))
@@ -169,7 +169,7 @@ def test_compiled_equals_eager_with_a_graph_for_all_blocks(case, whole, monkeypa
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["cola", f"lost backbone.rank=8 {MANY}", "cola_lax", "lora", "sltrain"])
-def test_inductors_code_equals_eager(case):
+def test_inductor_equals_eager(case):
     eager = disturbed(small(*case.split()), torch.float32)
     compiled = copy.deepcopy(eager)
     compiled.compile_()

@@ -1,4 +1,4 @@
-"""Every optimizer: fifty steps against its paper's algorithm in float64, and what all of them share."""
+"""Every optimizer: fifty steps against its paper's algorithm in float64, and the behaviour that all share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYER = "model.layers.0."
 
 @pytest.fixture(autouse=True)
 def eager():
-    """torchao compiles its step: the formula is the same without, and tests take seconds less."""
+    """torchao compiles its step. Eager code has the same formula and saves seconds."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -57,7 +57,7 @@ def choice(request) -> OptimizerOptions:
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
-    """Parameters as optimizers see them: views of one storage, column-major ones, pairs of factors, vectors, alphas."""
+    """Parameters as optimizers see them: views of one storage, column-major tensors, factors, vectors, alphas."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -110,7 +110,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The algorithms, of one parameter: (start, gradients, rates, decay) -> where it is after all updates
+# The algorithms for one parameter: (start, gradients, rates, decay) -> its value after all updates
 
 
 def adamw(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
@@ -123,8 +123,9 @@ def adamw(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) 
 
 
 def muon(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
-    """Jordan et al., 2024, at the root mean square of Liu et al., 2025: 0.2 sqrt(max(m, n)) times an orthogonal matrix,
-    from Newton and Schulz's iteration of fifth order, which acts on the singular values alone.
+    """Jordan et al., 2024, scaled as in Liu et al., 2025: 0.2 sqrt(max(m, n)) times an orthogonal matrix.
+
+    The Newton-Schulz iteration of fifth order acts on the singular values alone.
     """
     momentum = torch.zeros_like(w)
     for g, lr in zip(gradients, rates, strict=True):
@@ -151,8 +152,10 @@ def adam(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float, r
 
 
 def fira(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float, rest: bool = True) -> Tensor:
-    """GaLore (Zhao et al., 2024): Adam on R = G P^T or P^T G. Fira (Chen et al., 2024) adds the rest (G - a back(R)),
-    scaled as Adam scales R, whose norm may grow by 1% an update.
+    """GaLore (Zhao et al., 2024): Adam on R = G P^T or P^T G.
+
+    Fira (Chen et al., 2024) adds the rest (G - a back(R)), scaled as Adam scales R. Its norm grows by at most 1% per
+    update.
     """
     m = v = previous = 0.0
     right = w.shape[0] >= w.shape[1]
@@ -185,8 +188,10 @@ def galore(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float)
 
 
 def loro(b: Tensor, a: Tensor, gradients: list[Tensor], rates: list[float], decay: float, hidden: int = 64) -> Tensor:
-    """The product B A^T (Mo et al., 2025), A [d_in, r], from the gradients of the product. Every fourth step is exact:
-    to the nearest matrix of rank r, along the tangent direction that Adam's directions of A and B stand for.
+    """The product B A^T (Mo et al., 2025), A [d_in, r], from the gradients of the product.
+
+    Every fourth step is exact: to the nearest matrix of rank r, along the tangent direction that Adam's directions of
+    A and B represent.
     """
     r, ma, va, mb, vb = a.shape[1], 0.0, 0.0, 0.0, 0.0
     for t, (g, lr) in enumerate(zip(gradients, rates, strict=True)):
@@ -218,8 +223,10 @@ RATES = [0.02 / (1 + t % 8) for t in range(STEPS)]
 
 
 def fifty(optimizer: Optimizer) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
-    """Takes fifty steps, of sizes that vary over orders of magnitude. Returns the gradients of each parameter, and of
-    the products of the pairs of factors, by the name of B: theirs are taken at the factors of the time.
+    """Take fifty steps whose sizes vary over orders of magnitude.
+
+    Returns the gradients of each parameter, and of the product of each pair of factors by the name of its B. The
+    gradients of factors follow from those of the product at the current factors.
     """
     given = {name: [] for name in optimizer.optimized}
     products = {name: [] for name in given if name.endswith(".b.weight")}
@@ -239,15 +246,15 @@ def fifty(optimizer: Optimizer) -> tuple[dict[str, list[Tensor]], dict[str, list
 @pytest.mark.parametrize(("name", "rounding"), [
     *((name, None) for name in CHOICES), *((name, 0) for name in ("adamw", "adamw_8bit")),
 ])  # fmt: skip
-def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
-    """With ``rounding`` by the update that rounds bf16 parameters at random, which these are not."""
+def test_fifty_steps_match_the_papers_algorithm(name, rounding):
+    """With ``rounding``, by the stochastically rounding update; it does not round these float64 parameters."""
     optimizer = Optimizer(chosen(name), draw(torch.float64), rounding_seed=rounding)
     given, products = fifty(optimizer)
     start = {full: p.detach() for full, p in draw(torch.float64).items()}
     plain = adamw if name.startswith(("adamw", "muon")) else partial(adam, restart=4 if name == "loro" else STEPS)
     for full, p in optimizer.optimized.items():
         decay, found = 0.0 if full == ALPHA else 0.1, p.detach()
-        if name == "loro" and full in products:  # the signs of singular vectors are anybody's choice
+        if name == "loro" and full in products:  # the signs of singular vectors are arbitrary
             a = full.replace(".b.", ".a.")
             expected = loro(start[full], start[a].T, products[full], RATES, decay)
             torch.testing.assert_close(found @ optimizer.optimized[a].detach(), expected, rtol=0, atol=1e-12)
@@ -275,8 +282,10 @@ def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
 def updates_masks_and_states(
     choice: OptimizerOptions, dtype: torch.dtype, device: str = "cpu", rounding_seed: int | None = None
 ) -> None:
-    """Parameters stay where they are, and all of them move. A masked update, even a first one, changes nothing. Between
-    any two updates the state goes through tensors, bit for bit, into a new optimizer, and takes the bytes planned.
+    """Every parameter changes in place. A masked update, even the first, changes nothing.
+
+    Between any two updates the state moves through tensors into a new optimizer, bit for bit. It takes the planned
+    bytes.
     """
     built = partial(Optimizer, choice, rounding_seed=rounding_seed)
     one, two = built(draw(dtype, device=device)), built(draw(dtype, device=device))
@@ -302,7 +311,7 @@ def updates_masks_and_states(
         for name, p in two.optimized.items():
             value, *place = places[name]
             assert [p.data_ptr(), p.stride(), p.dtype] == place and p.isfinite().all(), name
-            # LORO's fourth is an exact step: other factors of the same product
+            # LORO's fourth step is exact: other factors of the same product
             assert seed != 2 or 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
     measured = sum(value.numel() * value.element_size() for value in two.state_tensors().values())
     assert measured == state_bytes(choice, two.optimized)
@@ -317,8 +326,8 @@ def test_updates_masks_and_states(name, dtype, rounding_seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
-    """A power of two, by which no value is rounded."""
+def test_a_factor_acts_like_scaled_gradients(choice, dtype):
+    """The factor is a power of two, which rounds no value."""
     ways = []
     for factor in (torch.tensor(0.125), None):
         optimizer = Optimizer(choice, draw(dtype))
@@ -347,7 +356,7 @@ def test_state_of_another_model_is_refused(choice):
         optimizer.load_state_tensors({"model.layers.7.other.weight/exp_avg": torch.zeros(3)})
 
 
-def test_a_parameter_without_a_gradient_is_left_alone(choice):
+def test_a_parameter_without_a_gradient_does_not_change(choice):
     idle = [f"{LAYER}self_attn.k_proj.weight", f"{LAYER}input_layernorm.weight"]
     optimizer = Optimizer(choice, draw())
     for seed in range(4):
@@ -361,7 +370,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(choice):
 
 
 def values(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The state as numbers; of quantised entries without the scales of their blocks."""
+    """The state as numbers; quantised entries without the scales of their blocks."""
     tensors, found = optimizer.state_tensors(), {}
     for full, value in tensors.items():
         if full.endswith(".codes"):
@@ -371,7 +380,7 @@ def values(optimizer: Optimizer) -> dict[str, Tensor]:
     return found
 
 
-def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
+def test_pruning_keeps_a_seeded_random_share(choice):
     names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
 
     def pruned(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -388,7 +397,7 @@ def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
     assert all(torch.equal(again[full], value) for full, value in after.items())
     assert all(torch.equal(after[full], value) for full, value in before.items() if full not in moments)
     for full in moments:
-        kept, zero = (after[full] == before[full]) & (before[full] != 0), before[full] == 0  # of 8 bits, some are
+        kept, zero = (after[full] == before[full]) & (before[full] != 0), before[full] == 0  # some 8-bit values are 0
         assert torch.equal(after[full] == 0, ~kept) and not torch.equal(after[full], other[full])
         share = kept.float().mean() / (~zero).float().mean()
         assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / zero.numel()))
@@ -396,7 +405,7 @@ def test_pruning_keeps_a_random_share_that_its_seed_decides(choice):
 
 @pytest.mark.parametrize("name", ["adamw", "galore", "fira", "loro", "muon"])
 def test_a_fused_parameter_is_updated_matrix_by_matrix(name):
-    """To the bits of parameters of their own; padding stays zero."""
+    """Bit for bit as separate parameters; padding stays zero."""
     choice, fused = chosen(name), build_model(config_of(name), VOCAB, CPU)
     generator = torch.Generator().manual_seed(1)
     of_split = partial(split, fused)
@@ -417,8 +426,8 @@ def test_a_fused_parameter_is_updated_matrix_by_matrix(name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "galore", "loro", "muon"])
-def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
-    """A refresh of all projections may take longer than a run is left to stand still."""
+def test_matrix_updates_get_a_longer_timeout(name):
+    """A refresh of all projections may take longer than the heartbeat's usual limit."""
     cfg, waits = config_of(name), []
     with Ranks(cfg) as ranks:
         ranks.heartbeat.may_wait = lambda seconds: waits.append(seconds) or nullcontext()
@@ -431,8 +440,8 @@ def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
 
 
 @pytest.mark.parametrize(("first", "left_out"), [(0, 3), (5, None), (9, 10)])
-def test_loros_exact_steps_come_by_the_runs_count(first, left_out):
-    """All state starts anew there. This holds also if an update was left out, or if state is new in mid-run."""
+def test_loros_exact_steps_follow_the_runs_index(first, left_out):
+    """An exact step resets all state, also after a skipped update and for new state in the middle of a run."""
     optimizer, anew = Optimizer(chosen("loro", exact_every=8), draw()), []
     for t in range(first, 25):
         give_gradients(optimizer, t)
@@ -442,7 +451,7 @@ def test_loros_exact_steps_come_by_the_runs_count(first, left_out):
 
 
 @pytest.mark.full
-def test_the_compiled_8_bit_step_is_the_eager_one():
+def test_the_compiled_8_bit_step_equals_eager():
     results = []
     for stance in ("default", "force_eager"):
         with torch.compiler.set_stance(stance):
@@ -456,8 +465,9 @@ def test_the_compiled_8_bit_step_is_the_eager_one():
 
 
 def test_weight_decay_acts_only_if_an_update_rounds_once():
-    """What pure bf16 does to AdamW: the papers of this family run it on kernels that round after each operation. Share
-    of the start that decay leaves: (1 - lr decay)^200 = 0.82 in exact arithmetic.
+    """Pure bf16 AdamW on kernels that round after each operation, as in the papers of this family, has no decay.
+
+    In exact arithmetic, decay leaves (1 - lr decay)^200 = 0.82 of the start.
     """
     start, *gradients = torch.randn(201, 4096, generator=torch.Generator().manual_seed(1)).bfloat16()
 

@@ -15,7 +15,7 @@ def cosine(t: int, steps: int, warmup: int, peak: float, min_ratio: float) -> fl
     return decayed(t, steps, warmup, peak, min_ratio, decay=steps - warmup, shape="cosine")
 
 
-def test_the_schedule_is_that_of_the_papers_scripts():
+def test_the_cosine_matches_the_papers_scripts():
     def factor(t: int) -> float:
         return cosine(t, steps=100, warmup=10, peak=2.0, min_ratio=0.1) / 2.0
 
@@ -33,13 +33,13 @@ def test_the_rate_stays_at_its_peak_until_the_decay(words, shape, decay):
     rates = [rate(cfg, t) for t in range(60)]
     assert rates[:6] == pytest.approx([0.01 * t / 6 for t in range(6)])
     assert set(rates[6 : 60 - decay]) == {0.01}
-    progress = [since / 20 for since in range(decay)]  # ends one step above the minimum, a tenth
+    progress = [since / 20 for since in range(decay)]  # ends one step above the minimum of a tenth
     share = [0.5 * (1 + math.cos(math.pi * p)) if shape == "cosine" else 1 - p for p in progress]
     assert rates[60 - decay :] == pytest.approx([0.01 * (0.1 + 0.9 * s) for s in share])
 
 
 def formula(t: int, T: int, w: int, m: float, f: int, a: int, restart: int) -> float:
-    """LORO's factor, case by case as in its authors' script."""
+    """LORO's factor, case by case, as in its authors' script."""
     if t < w:
         top = 0.5 * (1 + math.cos(math.pi * a / (T - w)))
         j, k = t % f, t // f
@@ -59,7 +59,7 @@ def formula(t: int, T: int, w: int, m: float, f: int, a: int, restart: int) -> f
     ("steps", "warmup", "every", "shift"),
     [(20_000, 2_000, 500, 2_000), (60_000, 2_000, 500, 6_000), (100_000, 10_000, 200, 10_000), (300, 30, 7, 30)],
 )
-def test_loros_schedule_is_that_of_its_authors(steps, warmup, every, shift):
+def test_loros_schedule_matches_its_authors_script(steps, warmup, every, shift):
     for t in {*range(0, steps, 37), *range(3 * every), *range(warmup - 9, warmup + 9), steps - 1}:
         given = loro(t, steps, warmup, peak=2.0, min_ratio=0.1, every=every, restart=5, shift=shift)
         assert given == pytest.approx(2 * formula(t, steps, warmup, 0.1, every, shift, 5), rel=1e-12), t
@@ -72,7 +72,7 @@ def test_relora_warms_up_after_each_merge():
     assert [restarted(t, every=10, restart=0) for t in range(25)] == [1.0] * 25
 
 
-def test_a_run_takes_the_schedule_of_its_choices(words):
+def test_a_run_uses_the_schedule_of_its_options(words):
     def rates(*overrides: str) -> list[float]:
         cfg = load(words("train.steps=60", "train.warmup_steps=6", "train.lr=0.01", *overrides))
         return [rate(cfg, t) for t in range(60)]

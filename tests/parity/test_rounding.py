@@ -1,4 +1,4 @@
-"""precision=bf16_sr: rounding that is right on average, by bits that only (seed, name, step, entry) decide; AdamW."""
+"""precision=bf16_sr: unbiased rounding by bits that depend on (seed, name, step, entry) alone; AdamW with it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def words(count: int, step: int, seed: int = 0, name: str = "w") -> Tensor:
 # Rounding, and the bits
 
 
-def test_every_value_goes_to_a_neighbour_as_often_as_it_is_near():
-    """With each of the 65,536 possible bits once, the mean is the value: exact, not estimated."""
+def test_stochastic_rounding_is_exactly_unbiased():
+    """With each of the 65,536 possible bit patterns once, the mean is exactly the value."""
     bits = torch.arange(COUNT)
     values = [1.0, -1.0, 1.00390624, 0.3, -0.7071, 1e-30, 3e38, -1e-39, 5e-324, 0.0]
     for value in torch.tensor(values, dtype=torch.float64).float().tolist():
@@ -37,7 +37,7 @@ def test_every_value_goes_to_a_neighbour_as_often_as_it_is_near():
         assert value not in torch.tensor([value]).bfloat16().double().tolist() or (found == value).all()
 
 
-def test_what_is_not_finite_stays_so():
+def test_infinities_and_nan_are_preserved():
     patterns = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32)
     for bits in (0, 1, 0xFFFF):
         found = adamw.rounded(patterns.view(torch.float32), torch.tensor(bits))
@@ -73,8 +73,8 @@ def optimizer_of(p: Tensor, seed: int | None = 0, **options) -> Optimizer:
     (0.02, 0.0, 0.002, 0.1, 0.02 * (1 - 0.0002) ** 100),  # exp(-0.02) of a weight is left
     (1.0, 1.0, 1e-4, 0.0, 1 - 100 * 1e-4),
 ])  # fmt: skip
-def test_decay_and_updates_below_half_a_unit_act(start, gradient, lr, decay, end):
-    """100 updates, on average; rounded to the nearest, they change nothing."""
+def test_changes_below_half_a_unit_have_an_effect(start, gradient, lr, decay, end):
+    """The mean after 100 updates. Rounded to the nearest, they change nothing."""
 
     def mean(seed: int | None) -> float:
         p = torch.full((4096,), start).bfloat16().requires_grad_()
@@ -90,7 +90,7 @@ def test_decay_and_updates_below_half_a_unit_act(start, gradient, lr, decay, end
 
 
 def test_second_moments_shrink_on_average():
-    """By 0.999 an update, of which bf16's nearest value is 1; a first moment of 1 is 0.8984375 after one."""
+    """By 0.999 per update, which bf16 rounds to 1. A first moment of 1 is 0.8984375 after one update."""
 
     def moments(seed: int | None, updates: int) -> tuple[Tensor, Tensor]:
         p = torch.zeros(4096, dtype=torch.bfloat16).requires_grad_()
@@ -110,7 +110,7 @@ def test_second_moments_shrink_on_average():
 
 
 @pytest.mark.parametrize(("name", "rows"), [("adamw", [291, 291, 58]), ("adamw_8bit", [256, 256, 128])])
-def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, rows, monkeypatch):
+def test_updating_in_pieces_changes_no_bit(name, rows, monkeypatch):
     if name == "adamw_8bit":
         pytest.importorskip("torchao")
 
@@ -124,7 +124,7 @@ def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, rows, mon
         return [p.detach(), *optimizer.state_tensors().values()]
 
     whole, calls, advance = trained(), [], adamw._advance
-    monkeypatch.setattr(adamw, "LARGEST", 7000)
+    monkeypatch.setattr(adamw, "MAX_PIECE", 7000)
     monkeypatch.setattr(adamw, "_advance", lambda *given: (calls.append(len(given[0])), advance(*given)))
     assert all(torch.equal(a, b) for a, b in zip(whole, trained(), strict=True))
     assert calls == rows * 3

@@ -1,4 +1,4 @@
-"""How every backbone starts: initial values, channels and supports; its parameters to the unit; ReLoRA's merges."""
+"""How every backbone starts: initial values, channels and supports; exact parameter counts; ReLoRA's merges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import build_model
-from dlr_pretrain.models.adapter import sizes, split
+from dlr_pretrain.models.adapter import split, unpadded_sizes
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.models.lowrank import leading
 from tests.parity.reference import CPU, FORMULAS, PROJECTIONS, VOCAB, State, disturbed, small, weights
@@ -52,7 +52,7 @@ def test_initial_values_do_not_depend_on_padding(backbone):
 
 @pytest.mark.parametrize("backbone", ["lowrank", "cola", "lax", "cola_lax"])
 @pytest.mark.parametrize("init", ["cola", "xavier", "kaiming"])
-def test_factors_start_as_their_papers_have_them(backbone, init):
+def test_factors_start_as_in_their_papers(backbone, init):
     """CoLA: Var[(B A)_ij] = 1 / (d_in + d_out). LORO: variance 2 / (fan_in + fan_out). Glentis et al.: uniform."""
     state = at_60m(f"backbone={backbone}", f"backbone.init={init}")
     for name, d_out in (("self_attn.q_proj", 512), ("mlp.gate_proj", 1376)):
@@ -73,7 +73,7 @@ def test_factors_start_as_their_papers_have_them(backbone, init):
 
 @pytest.mark.parametrize("looks_at", [256, 5])
 def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at):
-    """B A is its best approximation, with B^T B = A A^T; the channels are the largest columns of what is left."""
+    """B A is the best approximation, with B^T B = A A^T. The channels are the largest columns of the remainder."""
     words = (f"backbone.residual_rank={looks_at}", "seed=0")
     for name, own in projections(weights(build_model(small(*LOST, *words), VOCAB, CPU, torch.float64))).items():
         a, b = own["a.weight"], own["b.weight"]
@@ -89,7 +89,7 @@ def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at):
         torch.testing.assert_close(a @ a.T, torch.diag(s[:8]), rtol=0, atol=1e-12)
 
 
-def test_signs_of_singular_vectors_do_not_depend_on_the_library():
+def test_signs_of_singular_vectors_are_fixed():
     w = torch.randn(9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for matrix in (w, w.T):
         u, s, vh = leading(matrix, 9)
@@ -98,8 +98,8 @@ def test_signs_of_singular_vectors_do_not_depend_on_the_library():
         assert (shorter.gather(0, shorter.abs().argmax(0, keepdim=True)) > 0).all()
 
 
-def test_random_supports_follow_from_the_seed_and_the_name():
-    """Sorted and without repetition, among all entries (SLTrain)."""
+def test_random_supports_depend_on_seed_and_name():
+    """Sorted and distinct positions among all entries (SLTrain)."""
     found, middles = [], []
     for seed in (0, 1):
         model = build_model(small("sltrain", "backbone.sparsity=0.05", f"seed={seed}"), VOCAB, CPU)
@@ -117,7 +117,7 @@ def test_random_supports_follow_from_the_seed_and_the_name():
 # LaX, SLTrain, LoRA and ReLoRA
 
 
-def test_gates_start_as_the_authors_do():
+def test_gates_start_as_in_the_authors_code():
     tensor, dense = (at_60m("backbone=lax", f"backbone.gate={gate}") for gate in ("tensor", "dense"))
     for leaf, n in (("e1", 16), ("e2", 8)):  # 128 = 8 x 16; twice the variance: n times 2 / n
         values = [value for name, value in tensor.items() if name.endswith(f".gate.{leaf}")]
@@ -131,7 +131,7 @@ def test_gates_start_as_the_authors_do():
 
 
 @pytest.mark.parametrize("backbone", ["lora", "relora", "sltrain"])
-def test_b_starts_at_zero_beside_a_uniform_a(backbone):
+def test_b_starts_at_zero_and_a_uniform(backbone):
     own = projections(at_60m(f"backbone={backbone}"))["model.layers.0.mlp.down_proj"]
     assert own["b.weight"].count_nonzero() == 0
     assert_uniform(own["a.weight"], 1376**-0.5)
@@ -142,8 +142,8 @@ def test_b_starts_at_zero_beside_a_uniform_a(backbone):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_relora_merges_the_product_rounded_once_and_draws_a(dtype):
-    """W0 + alpha / r B A in place of W0; the new A depends on the seed, the name and the merge's number alone."""
+def test_relora_merges_the_product_and_redraws_a(dtype):
+    """W0 becomes W0 + alpha / r B A. The new A depends on the seed, the name and the number of the merge alone."""
     model = disturbed(small("relora", "backbone.alpha=12"), dtype).requires_grad_(False)
     fused = dict(model.named_parameters())
     state = split(model, fused)
@@ -156,7 +156,7 @@ def test_relora_merges_the_product_rounded_once_and_draws_a(dtype):
         for path, layer in named_layers(model):
             assert layer.merge_(fused, SeededInit(7), path, number) == [f"{path}.a", f"{path}.b"]
         for name, wanted in exact.items():
-            # half a spacing, and where products are not exact the order of a sum of eight
+            # half a spacing, plus the order of a sum of eight where products are not exact
             slack = 0 if dtype == torch.bfloat16 else 4 * eps * wanted.abs().max()
             assert ((state[name].double() - wanted).abs() <= 0.502 * eps * wanted.abs() + slack).all(), name
             assert state[name.replace("weight", "b.weight")].count_nonzero() == 0
@@ -179,7 +179,7 @@ COUNTS = {
     "full": (58_073_600, 134_105_856, 367_969_280, 1_339_082_752, 6_738_415_616),
     "lowrank": LOWRANK,
     "cola": LOWRANK,
-    "lora": LOWRANK,  # that are trained
+    "lora": LOWRANK,  # trained parameters
     "lost": (42_703_872, 93_908_736, 184_910_720, 608_999_416, 2_819_543_040),
     "sltrain": (43_529_832, 96_545_796, 194_293_544, 645_547_960, 3_144_735_808),
     "lax": (43_592_576, 94_076_672, 185_387_008, 609_681_664, 2_821_824_512),
@@ -189,11 +189,11 @@ OTHERS = {"sltrain backbone.sparsity=0.1": 730_101_664, "lost backbone.rank=512"
 
 
 @pytest.mark.parametrize("backbone", COUNTS)
-def test_parameter_counts_to_the_unit(backbone):
+def test_parameter_counts_are_exact(backbone):
     def parameters(scale: str, words: str) -> int:
         cfg = load([f"scale={scale}", *f"backbone={words}".split(), "data=sample"])
         model = build_model(cfg, cfg.scale.vocab_size, torch.device("meta"))
-        counts = sizes(model)
+        counts = unpadded_sizes(model)
         return sum(counts[name] for name, p in model.named_parameters() if p.requires_grad)
 
     assert tuple(parameters(scale, backbone) for scale in SCALES) == COUNTS[backbone]

@@ -1,4 +1,4 @@
-"""The step: losses do not depend on how a batch is cut, the finite gate keeps what was there, padding stays zero."""
+"""The step: micro-batches, compilation, precisions, failing ranks, padding, and norms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_micro_batches_and_ranks_do_not_change_the_step(train, words, tmp_path):
 
 
 @pytest.mark.parametrize(("given", "mode"), [("true", None), ("max-autotune", "max-autotune-no-cudagraphs")])
-def test_the_mode_of_compilation_reaches_torch(words, monkeypatch, given, mode):
+def test_the_compile_mode_reaches_torch(words, monkeypatch, given, mode):
     modes = []
     monkeypatch.setattr(torch, "compile", lambda act, **options: modes.append(options["mode"]) or act)
     cfg = load(words(f"compile={given}"))
@@ -64,8 +64,8 @@ def test_precisions_train_alike_at_the_start(train, tmp_path):
     assert runs["bf16"] != runs["bf16_mixed"] and runs["bf16"] != runs["bf16_sr"]
 
 
-def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
-    """As where equal gradients give unequal singular vectors on unequal GPUs."""
+def test_diverged_ranks_are_not_saved(words, tmp_path, monkeypatch):
+    """For instance, unequal GPUs compute unequal singular vectors from equal gradients."""
     update = Update.__call__
 
     def drifting(self, batch, index, lr, *asked):
@@ -80,7 +80,7 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]
 
 
-def test_data_that_fail_on_one_rank_stop_all_with_the_work_saved(words, corpus, tmp_path, monkeypatch):
+def test_a_data_error_on_one_rank_stops_all_and_saves(words, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SMALL_CHARACTERS", 0)  # the text is streamed
     monkeypatch.setattr(prepare, "FEW_DOCUMENTS", 0)
     shards = tmp_path / "shards"
@@ -116,7 +116,7 @@ PADDED += [padded("adamw", "bf16", backbone) for backbone in ("lora", "cola_lax 
 @pytest.mark.parametrize(("optimizer", "precision", "backbone"), PADDED)
 def test_padding_stays_zero_bit_for_bit(optimizer, precision, backbone, monkeypatch):
     """The padding of weights, masters and moments: 91 channels are padded to 128, and LOST's rank of 7 to 8."""
-    monkeypatch.setattr(adamw, "SMALLEST", 256)  # values of the smallest moments in 8 bits, so that there are some
+    monkeypatch.setattr(adamw, "MIN_QUANTISED", 256)  # so that this small model has 8-bit moments
     given = ("compile=false", "device=cpu", "train.global_batch=2", "train.micro_batch=2", "train.seq_len=4")
     cfg = small(*backbone.split(), f"optimizer={optimizer}", f"precision={precision}", *given)
     with Ranks(cfg) as ranks:
@@ -143,7 +143,7 @@ def test_padding_stays_zero_bit_for_bit(optimizer, precision, backbone, monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_large_tensors_are_exact(dtype):
-    """torch's own are off by 2.5e-4 here."""
+    """torch's own norms are off by 2.5e-4 here."""
     generator = torch.Generator().manual_seed(0)
     large, small = (torch.randn(n, 1000, generator=generator).to(dtype) for n in (16000, 1))
     columns = large.T  # not contiguous

@@ -14,9 +14,9 @@ V, MICRO_BATCH = 8192, 4
 
 
 def closed_form(backbone: str, scale: str, seq_len: int) -> float:
-    """What ``flops_per_token`` must give, from the formulas of the backbones.
+    """The expected ``flops_per_token``, from the formulas of the backbones.
 
-    6 for each weight that multiplies a position (4 for a frozen one), V D of the head among them, and 6 T D L of causal
+    6 for each weight that multiplies a position (4 if frozen), including V D of the head, plus 6 T D L for causal
     attention. The projections of a block read D (q, k, v, o, gate, up) or F (down) and write D (q, k, v, o, down) or F.
     """
     D, F, L, r = SHAPES[scale]
@@ -54,7 +54,7 @@ def closed_form(backbone: str, scale: str, seq_len: int) -> float:
     ("lora", "scale=1b backbone=lora"),
     ("sltrain", "scale=1b backbone=sltrain"),
 ])  # fmt: skip
-def test_flops_are_those_of_the_formula(backbone, words):
+def test_flops_match_the_closed_form(backbone, words):
     cfg = load([*words.split(), "data=sample", "logger=jsonl"])
     expected = closed_form(backbone, cfg.scale.name, cfg.train.seq_len)
     assert flops_per_token(cfg, V, MICRO_BATCH) == pytest.approx(expected, rel=1e-12)

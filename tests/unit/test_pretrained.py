@@ -1,4 +1,4 @@
-"""A folder of weights as the start of a run: what it computes at first, and what is refused as one."""
+"""A run that starts from a folder of weights: its first output, and the folders that are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def dense():
-    """A full-rank model in fp32, its norms not one."""
+    """A full-rank model in fp32 whose norm weights are not 1."""
     return disturbed(small("full"), torch.float32).requires_grad_(False)
 
 
@@ -45,7 +45,7 @@ def dense_start(folder, cfg) -> PretrainedFolder:
 
 
 def started(cfg, folder):
-    """The model of a new run, in float64: with DLR it holds W."""
+    """The model of a new run in float64; with DLR it holds W."""
     ranks = SimpleNamespace(device=CPU, is_main=True, broadcast=list)
     with patch.dict(STATE_DTYPE, fp32=torch.float64), patch.dict(WORKING_DTYPE, fp32=torch.float64):
         model = new_model(cfg, ranks, VOCAB, dense_start(folder, cfg))
@@ -59,7 +59,7 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backbone", ["full", "lora", "relora"])
-def test_the_start_computes_what_the_dense_model_computes(dense, folder, ids, backbone):
+def test_a_start_from_dense_weights_keeps_the_output(dense, folder, ids, backbone):
     found = started(small(backbone, "precision=fp32"), folder).logits(ids)
     torch.testing.assert_close(found, copy.deepcopy(dense).double().logits(ids), rtol=1e-12, atol=1e-12)
 
@@ -70,8 +70,8 @@ def test_the_start_computes_what_the_dense_model_computes(dense, folder, ids, ba
     ("lax", "dlr=learnable_alpha", "dlr.grouping=random"),
     ("lost", "dlr=on"),
 ])  # fmt: skip
-def test_the_start_computes_what_the_exported_model_computes(tmp_path, ids, words):
-    """With a residual, B starts less it; the channels of lost are taken over."""
+def test_a_start_from_an_export_keeps_the_output(tmp_path, ids, words):
+    """With DLR, B starts without the residual. LOST takes over the channels."""
     source = disturbed(small(words[0], "seed=1"), torch.float32).requires_grad_(False)
     write_weights(tmp_path, weights(source))
     found = started(small(*words, "precision=fp32"), tmp_path).logits(ids)
@@ -93,7 +93,7 @@ def test_the_pages_conversion_reads_the_names_of_colas_code(tmp_path, monkeypatc
     torch.testing.assert_close(found, source.double().logits(ids), rtol=1e-12, atol=1e-12)
 
 
-def test_shards_are_read_as_one_file_is(dense, folder, tmp_path):
+def test_shards_are_read_like_one_file(dense, folder, tmp_path):
     whole = dense_start(folder, small("full"))
     (tmp_path / "shards").mkdir()
     write_weights(tmp_path / "shards", weights(dense), shard_bytes=20_000)
@@ -119,7 +119,7 @@ LINEAR = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
     ("lora", "config.json", None, "cannot be read: "),
     ("cola", FILE, {}, "it is dense, and backbone=cola cannot start from dense weights"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_named(folder, backbone, file, change, message):
+def test_a_folder_that_does_not_fit_is_refused(folder, backbone, file, change, message):
     (folder / "config.json").write_text(json.dumps(SOUND))
     dense_start(folder, small("lora"))
     if change is None:
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_named(folder, backbone, file, change, message):
         dense_start(folder, small(backbone))
 
 
-def test_initial_values_beside_given_ones_are_refused(folder):
+def test_an_init_option_with_a_start_folder_is_refused(folder):
     with pytest.raises(ConfigError, match=r"backbone\.init=xavier: would be ignored"):
         small("lowrank", "backbone.init=xavier", f"run.start_from={folder}")
 
