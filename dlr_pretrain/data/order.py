@@ -1,9 +1,9 @@
 """The data order: which part of the text each stream reads in each epoch.
 
-An epoch lays the shards end to end in a seeded order and cuts the line into equal parts, one a stream. The line is
-measured in what a stream uses up: tokens where documents are packed, documents where each is padded. Every stream gives
-equally many sequences, so all of them finish an epoch together, whatever the sizes of the files. Parts differ by one
-token or document where the line cannot be divided; each epoch a stream takes the next part, so this never adds up.
+An epoch joins the shards in a seeded order and cuts the result into equal parts, one per stream. Parts are measured in
+what a stream uses up: tokens if documents are packed, documents if each is padded. Every stream provides equally many
+sequences, so all streams finish an epoch together, whatever the sizes of the files. Parts may differ by one token or
+document. A stream takes the next part in each epoch, so these differences do not add up.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-Place = tuple[int, int]  # of a block in a share: piece and row, or 0 and the number of the block
+Place = tuple[int, int]  # of a block in a share: piece and first row, or 0 and the number of the block
 
 
 class Piece(NamedTuple):
-    """A part of a shard, in the measure of its source."""
+    """A part of a shard, in the units of its source."""
 
-    shard: int  # its index
+    shard: int  # index of the shard
     begin: int
     end: int
     size: int  # of the whole shard
@@ -29,8 +29,8 @@ class Piece(NamedTuple):
     def has(self, row: int) -> bool:
         """Whether a row of the shard belongs to the piece.
 
-        Multiples of the golden ratio spread any consecutive rows evenly over the shard's size. So a part of a file is
-        the same share of its rows in any format, before anybody has counted them.
+        Multiples of the golden ratio spread consecutive rows evenly over the shard's size. So a part of a file is the
+        same share of its rows in any format, even before the rows are counted.
         """
         return self.begin <= (row * GOLDEN % (1 << 64)) * self.size >> 64 < self.end
 
@@ -40,15 +40,15 @@ class Share:
     """What a stream reads in an epoch."""
 
     pieces: list[Piece]
-    packed: bool  # the measure: tokens, or else documents
-    key: tuple[int, ...]  # seeds the order inside the share
+    packed: bool  # measured in tokens, else in documents
+    key: tuple[int, ...]  # seeds the order within the share
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
     """A seeded order of n items, int64 [n].
 
-    It sorts raw words of PCG64, because numpy keeps these and SeedSequence stable, but not ``Generator.permutation``,
-    and a run must resume under another version of numpy.
+    A run must resume under another version of numpy. numpy keeps SeedSequence and the raw words of PCG64 stable, but
+    not ``Generator.permutation``, so this function sorts raw words.
     """
     words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
     return np.argsort(words, kind="stable")
@@ -62,11 +62,11 @@ def fraction(*key: int) -> float:
 def cut(
     sizes: Sequence[int], order: np.ndarray, part: int, parts: int, turn: float = 0.0, slack: float = 0.0
 ) -> list[Piece]:
-    """Part ``part`` of ``parts`` equal ones of the shards in ``order``.
+    """Part ``part`` when the shards in ``order`` are cut into ``parts`` equal parts.
 
-    The first part begins after the share ``turn`` of the whole, and the last ends there. With ``slack``, parts may
-    differ by twice this share, so that fewer shards are read by two streams: shards of almost one size count as equal,
-    and a cut that is near the end of a shard moves there.
+    The first part begins at the share ``turn`` of the whole, and the last part ends there. With ``slack``, fewer shards
+    are read by two streams: shards of nearly the same size count as equal, and a cut near the end of a shard moves
+    there. Parts may then differ by twice this share.
     """
     order = np.concatenate((order, order))
     edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))

@@ -1,6 +1,6 @@
-"""Makes folders of tokens: by ``scripts/prepare_data.py``, and of small text when a run starts.
+"""Writes folders of tokens: for ``scripts/prepare_data.py``, and for small text when a run starts.
 
-The manifest is written first, and a shard's ids before its ends. So a kill at any point leaves finished shards, which
+The manifest is written first, and the ids of a shard before its ends. A kill at any point leaves finished shards, which
 the same command keeps.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.data import documents
-from dlr_pretrain.data.files import made_whole, user_cache
+from dlr_pretrain.data.files import created_atomically, user_cache
 from dlr_pretrain.data.order import cut
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,31 +34,31 @@ from dlr_pretrain.data.tokens import (
     TOKENIZER,
     TOKENS,
     TokenSource,
-    check_sums,
     checksums,
-    file_names,
     open_shard,
     read_manifest,
+    shard_names,
+    verify_checksums,
 )
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
 from dlr_pretrain.util.files import locked, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
-SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some ten seconds of sentencepiece
-FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
-MANY_READS = 2.0  # times a text that is streamed is read in an epoch
-PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
-SUFFIXES = (TOKENS, SUMS, ENDS)  # in the order of writing: a shard is complete once its ends are there
-OTHER_CACHE = "Set data.cache to a folder that all nodes see. A damaged one is made again by the next start"
+SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: some ten seconds of sentencepiece
+FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
+MANY_READS = 2.0  # per epoch of a streamed text, from which a remark says so
+PARALLEL_CHARACTERS = 1 << 24  # above this, worker processes pay off
+SUFFIXES = (TOKENS, SUMS, ENDS)  # in the order of writing: a shard is complete once its ends exist
+OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces a damaged one"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
 
 def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
     """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
-    Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the
-    input is unreadable or the output cannot be written.
+    Yields for each shard in order whether it existed before. Raises UserError if the folder holds something else, the
+    input cannot be read or the output cannot be written.
     """
     again = "Start again: finished shards are kept"
     try:
@@ -71,9 +71,9 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
 
 
 def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
-    """As ``make_tokens``, which names the errors of the machine."""
+    """As ``make_tokens``, but raises OSError and BrokenProcessPool as they are."""
     train, validation = source.train_shards, source.validation_shards
-    names = (*file_names("train", len(train)), *file_names("validation", len(validation)))
+    names = (*shard_names("train", len(train)), *shard_names("validation", len(validation)))
     manifest = {
         "format": FORMAT,
         "source": source.fingerprint,
@@ -84,10 +84,10 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     }
     _claim(output, manifest)
     tokenizer.save(output / TOKENIZER)
-    # The fork server has none of this process's threads. It imports once for all workers.
+    # The fork server has no threads of this process, and imports once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts them as they are needed
+    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts workers on demand
         complete = partial(_complete, source, output)
         yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
     for suffix in SUFFIXES:
@@ -96,7 +96,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that needs it is killed."""
+    """End this worker when its parent process is killed."""
 
     def wait() -> None:
         if parent := multiprocessing.parent_process():
@@ -107,13 +107,13 @@ def _end_with_parent() -> None:
 
 
 def _claim(output: Path, manifest: dict) -> None:
-    """Note in the folder what it holds. Raises UserError if it holds anything else."""
+    """Write the manifest into a new folder. Raises UserError if the folder holds anything else."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / MANIFEST
     if not path.exists():
-        strangers = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
-        if strangers:
-            rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
+        others = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
+        if others:
+            rule = f"is not empty (it has {others[0]}) and not a folder of tokens"
             raise UserError(f"{output}: {rule}. Name a new folder")
         write_durably(path, json.dumps(manifest, indent=1))
     there = read_manifest(output)
@@ -123,11 +123,11 @@ def _claim(output: Path, manifest: dict) -> None:
 
 
 def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
-    """Make the token shard ``name`` of a shard of the source, unless it is there and sound."""
+    """Write the token shard ``name`` unless it exists and is sound. Returns whether it did."""
     path, tokenizer = output / name, _tokenizer(output / TOKENIZER)
     try:
         open_shard(path, tokenizer.vocab_size)
-        check_sums(path)
+        verify_checksums(path)
     except (OSError, ValueError):
         _write(source, shard, tokenizer, path)
         return False
@@ -135,11 +135,11 @@ def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
 
 
 def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk, ends last."""
+    """Write the files of a token shard to drafts, which are renamed once they are on the disk, ends last."""
     lengths = [np.zeros(1, np.int64)]
     drafts = {suffix: path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in SUFFIXES}
     with naming(path), drafts[TOKENS].open("wb") as file:
-        for tokens, starts in documents.tokenised_in_chunks(source.read(shard), tokenizer):
+        for tokens, starts in documents.tokenise_in_chunks(source.read(shard), tokenizer):
             file.write(tokens.data)
             lengths.append(np.diff(starts, append=len(tokens)))
     with naming(path.with_suffix(ENDS)):
@@ -154,9 +154,9 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
 def tokenised_once(
     source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
 ) -> TextSource | TokenSource:
-    """The tokens of a text that is small, or that has few documents for so many streams; of another the text itself.
+    """The tokens of a text that is small, or has few documents for so many streams; otherwise the text itself.
 
-    They are made in the user's cache, or below ``data.cache``, where a later start finds them.
+    The tokens are written below ``data.cache``, or in the user's cache, where a later start finds them.
     """
     if isinstance(source, TokenSource):
         return source
@@ -167,34 +167,34 @@ def tokenised_once(
     cache = Path(source.data.cache or user_cache()) / "tokens"
     key = json.dumps([FORMAT, source.state(), tokenizer.fingerprint])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
-    made = _kept(folder)
+    made = _cached_tokens(folder)
     if made is None:
-        say(f"tokenising the text (some {characters / 1e6:.3g} MB) once, into {folder}")
+        say(f"tokenising the text (about {characters / 1e6:.3g} MB) once, into {folder}")
         try:
-            with made_whole(folder) as draft:
+            with created_atomically(folder) as draft:
                 list(_tokenise(source, tokenizer, draft, cores() if characters > PARALLEL_CHARACTERS else 1))
-                if _kept(folder) is None:
-                    shutil.rmtree(folder, ignore_errors=True)  # it is damaged
+                if _cached_tokens(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # damaged or missing
         except (OSError, BrokenProcessPool) as error:
             said = file_error(error) if isinstance(error, OSError) else error
-            rule = f"the tokens of the text cannot be kept here: {first_line(said)}"
+            rule = f"the tokens of the text cannot be written here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
     made.version, made.contents = source.version, source.contents
     return made
 
 
-def _kept(folder: Path) -> TokenSource | None:
-    """The tokens in a folder of the cache; None if they are not there, or damaged."""
+def _cached_tokens(folder: Path) -> TokenSource | None:
+    """The tokens in a folder of the cache; None if they are missing or damaged."""
     with suppress(UserError):
         found = TokenSource(folder, OTHER_CACHE)
-        found.check()
+        found.verify()
         return found
     return None
 
 
 def _cost(source: TextSource, streams: int) -> str:
-    """A remark where streams share the files of a text, so that each file is read by several; else empty."""
+    """A remark if several streams share, and so read, the same files; else empty."""
     sizes = source.sizes(packed=True)
     shares = [cut(sizes, np.arange(len(sizes)), part, streams, slack=source.slack) for part in range(streams)]
     times = sum(piece.size for share in shares for piece in share) / sum(sizes)

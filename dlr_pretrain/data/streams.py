@@ -1,8 +1,7 @@
-"""Document streams: the data order as a pure function of (data.seed, step), whatever the number of ranks.
+"""Document streams: the data order is a pure function of (data.seed, step) on any number of ranks.
 
-V streams share the text (``order.py``). A stream reads its share of one epoch after that of another, block by block,
-each block in a seeded order of its own. Five integers give a stream's position, so it is resumed, or moved to another
-rank, exactly.
+V streams share the text (``order.py``). In each epoch a stream reads its share block by block, and each block in its
+own seeded order. Five integers give a stream's position, so it can be resumed, or moved to another rank, exactly.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError
 
-IDLE = 4  # times that a stream has had each part of the source, after which this has no text
+MAX_IDLE = 4  # passes of a stream through all parts of a source without finding text
 
 
 class Position(NamedTuple):
-    """A position in a stream: five integers, which are stored as a plain list."""
+    """A position in a stream, stored as a list of five integers."""
 
     epoch: int = 0
-    piece: int = 0  # of the stream's share of the epoch
-    row: int = 0  # of this piece, with which the block begins; of tokens, the number of the block
+    piece: int = 0  # in the stream's share of the epoch
+    row: int = 0  # the first row of the block; in a token source, the number of the block
     document: int = 0  # position in the block's order
-    token: int = 0  # tokens of this document that are already used
+    token: int = 0  # tokens of this document that have been used
 
 
 class DocumentStream:
@@ -40,19 +39,19 @@ class DocumentStream:
     def share(self, epoch: int) -> Share:
         """What the stream reads in an epoch."""
         sizes, slack, parts = self._source.sizes(self._packed), self._source.slack, self._streams
-        turn = 0.0 if parts == 1 or slack else fraction(self._seed, epoch)  # no document is cut at one place for good
+        turn = 0.0 if parts == 1 or slack else fraction(self._seed, epoch)  # cuts documents elsewhere in each epoch
         order, part = permutation(len(sizes), self._seed, epoch), (self._stream + epoch) % parts
         pieces = cut(sizes, order, part, parts, turn, slack)
         return Share(pieces, self._packed, (self._seed, self._stream, epoch))
 
     def chunks(self, position: Position) -> Iterator[tuple[Position, Tokens]]:
-        """Yield the documents from ``position`` on, some at a time, with the position of the first of them.
+        """Yields chunks of documents from ``position`` on, each with the position of its first document.
 
         The caller must skip the first ``position.token`` tokens. Raises UserError if the source has no text.
         """
         epoch, piece, row, document, _ = position
-        idle = 0  # epochs without text for this stream
-        while idle < IDLE * self._streams:
+        idle = 0  # epochs in a row in which this stream finds no text
+        while idle < MAX_IDLE * self._streams:
             share, idle = self.share(epoch), idle + 1
             for place, block in self._source.blocks(self._tokenizer, share, (piece, row)):
                 order = permutation(block.documents, *share.key, *place)

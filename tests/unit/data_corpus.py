@@ -23,7 +23,7 @@ from dlr_pretrain import config
 from dlr_pretrain.config.command_line import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, file_names
+from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, shard_names
 
 NASTY = [
     "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
@@ -159,7 +159,7 @@ def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     manifest = {"format": FORMAT, "source": "", "made_from": "letters", "contents": {}, "tokenizer": about}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"shards": {"train": len(shards), "validation": 0}}))
-    for name, texts in zip(file_names("train", len(shards)), shards, strict=True):
+    for name, texts in zip(shard_names("train", len(shards)), shards, strict=True):
         ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]
         np.concatenate([np.empty(0, int), *ids]).astype(np.uint16).tofile(folder / name)
         np.cumsum([0, *map(len, ids)]).tofile((folder / name).with_suffix(ENDS))

@@ -176,7 +176,7 @@ def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)  # a copy, before 1.0
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", STALL_SECONDS)
         monkeypatch.setattr(_http.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
-        for name, seconds in {"FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05, "PATIENCE": 20.0}.items():
+        for name, seconds in {"FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05, "RETRY": 20.0}.items():
             monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         HfFileSystem.clear_instance_cache()

@@ -33,7 +33,7 @@ def test_a_link_of_a_server_does_not_lead_out_of_the_cache(tmp_path, link):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         root = f"http://127.0.0.1:{server.server_port}/c4/"
         with pytest.raises(UserError, match="leads out of its folder"):
-            list(files.below(root))
+            list(files.files_below(root))
         server.shutdown()
 
 
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pa
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     with pytest.raises(UserError, match=r"cannot be listed, and may hold text: Permission denied"):
-        list(files.find(str(tmp_path), pattern) if pattern else files.below(str(tmp_path)))
+        list(files.find_files(str(tmp_path), pattern) if pattern else files.files_below(str(tmp_path)))
 
 
 @pytest.mark.parametrize("planted", ["link", "open"])
@@ -70,7 +70,7 @@ def test_a_planted_cache_is_not_used(tmp_path, monkeypatch, planted):
         folder.symlink_to(tmp_path / "theirs")
     else:
         folder.chmod(0o777)
-    with pytest.raises(UserError, match=r"what lies there may be planted.*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"content may be planted.*XDG_CACHE_HOME"):
         files.user_cache()
 
 
@@ -88,7 +88,7 @@ def test_a_sample_whose_files_were_purged_is_made_again(tmp_path, monkeypatch, l
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(gunzip, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(gunzip, "MAX_LINE_BYTES", 1 << 20)
     line = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
     if name.endswith(".zst"):
         zstandard = pytest.importorskip("zstandard")
@@ -103,7 +103,7 @@ def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch
 @pytest.mark.parametrize("key", ["data.root", "data.train_files"])
 def test_a_server_that_is_away_is_named_and_no_disk(words, monkeypatch, key):
     """Errors of sockets are OSErrors as well, and name no file."""
-    monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
     address = "http://127.0.0.1:9/c4" + ("/a.jsonl" if key == "data.train_files" else "")
     given = [word for word in words() if not word.startswith("data")]
     cfg = load([*given, "data=local", f"{key}={address}"])
@@ -129,8 +129,8 @@ def test_a_disk_that_fails_under_a_shard_is_no_damage_of_it(tmp_path, monkeypatc
 
 
 def test_a_server_that_is_silent_is_told_of(monkeypatch, capfd):
-    monkeypatch.setattr(files, "FIRST_TOLD_SECONDS", 0.0)
-    monkeypatch.setattr(files, "TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(files, "FIRST_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(files, "NOTE_SECONDS", 0.01)
     told = threading.Event()
     monkeypatch.setattr(files, "write_to_stderr", lambda text: (print(text), told.set()))
     assert files.retry(told.wait, "https://host/a") is True

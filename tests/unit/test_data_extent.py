@@ -7,7 +7,7 @@ import pytest
 from data_corpus import COMPRESS, lines_of, write_table
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data.extent import extent, sizes
+from dlr_pretrain.data.extent import estimate_size, estimate_sizes
 from dlr_pretrain.data.files import File
 
 
@@ -33,7 +33,7 @@ def written(path: Path, content: bytes) -> File:
 
 def measured(file: File, texts: list[str], by_paragraph: bool = False) -> tuple[float, float]:
     """Characters and documents as they are said, over how many there are."""
-    characters, count = extent(file, Data("local", document="paragraph" if by_paragraph else "file"))
+    characters, count = estimate_size(file, Data("local", document="paragraph" if by_paragraph else "file"))
     return characters / sum(map(len, texts)), count / len(texts)
 
 
@@ -48,7 +48,7 @@ def test_a_head_says_how_much_text_a_file_holds(tmp_path, suffix):
 def test_a_small_file_is_counted(tmp_path, suffix):
     texts = ["", *documents(30, 20)]
     file = written(tmp_path / f"a{suffix}", PACKED[suffix](b"\n\n" + lines_of(texts)))
-    characters, count = extent(file, Data("local"))
+    characters, count = estimate_size(file, Data("local"))
     assert characters == sum(map(len, texts)) and count == len(texts) + 2  # a blank line is a document, too
 
 
@@ -86,5 +86,5 @@ def test_files_of_several_compressions_compare(tmp_path, count):
     suffixes = [".jsonl", ".jsonl.gz", ".jsonl.zst"]
     files = [written(tmp_path / f"{i:02d}{suffixes[i % 3]}", PACKED[suffixes[i % 3]](lines_of(texts[i % 2])))
              for i in range(count)]  # fmt: skip
-    characters, many = sizes(files, Data("local"))
+    characters, many = estimate_sizes(files, Data("local"))
     assert max(characters) / min(characters) < 1.1 and max(many) / min(many) < 1.1

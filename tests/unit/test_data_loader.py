@@ -246,5 +246,5 @@ def test_ends_with_the_document_that_fills_the_budget(root, packing):
 def test_no_text_is_an_error(tmp_path):
     write_shards(tmp_path, [["train"]])
     write_shards(tmp_path, [["", ""]], split="validation")
-    with pytest.raises(UserError, match="No text in the validation shards"):
+    with pytest.raises(UserError, match="validation shards hold no text"):
         validated(tmp_path, "pad", 100)

@@ -64,7 +64,7 @@ def test_no_row_is_lost_or_read_twice_whatever_goes_wrong(hub):
 
 def test_a_hub_that_fails_for_good_ends_the_run_with_the_reason(hub, monkeypatch):
     source = open_hub()
-    monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.2)
     hub.trouble = lambda path, first: "503" if first >= 1000 else None
     with pytest.raises(UserError, match=r"c4-train\.00000.*: cannot be read: .*503.*The same command continues"):
         read(source)

@@ -111,7 +111,7 @@ def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypa
     halves = [b"\n".join(lines[:5_000]) + b"\n", b"\n".join(lines[5_000:])]
     content = b""
     for half in halves:
-        packed = zlib.compressobj(level, wbits=gunzip.WHOLE, memLevel=4)  # small blocks
+        packed = zlib.compressobj(level, wbits=gunzip.GZIP_FILE, memLevel=4)  # small blocks
         content += packed.compress(half) + packed.flush()
     kept = tmp_path / "places" / "of it"
     for damaged in (b"", b"damaged", None):
@@ -123,7 +123,7 @@ def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypa
             found = gunzip.lines(io.BytesIO(content), kept, start)
             assert list(itertools.islice(found, stop - start)) == lines[start:stop]
         assert list(gunzip.lines(io.BytesIO(content), kept, 0)) == lines
-    assert len(gunzip._load(kept)) >= 10
+    assert len(gunzip._load_points(kept)) >= 10
     for start in (*rng.sample(range(2000, len(lines)), 9), len(lines) - 1):
         stream = Counted(content)
         assert next(gunzip.lines(stream, kept, start)) == lines[start] and stream.taken < len(content) / 4
@@ -215,7 +215,7 @@ BAD_ROWS = [
     (b'{"text": 7}', "has no text 'text': it is of type int. Write it as one string, or name another field"),
     (b'{"text": ["a"]}', "has no text 'text': it is of type list. Write it as one string, or name another field"),
     (b'{"text": {"en": "a", "de": "b"}}', "has no text 'text': it is of type dict with the fields en, de"),
-    (b'["text"]', "has no text 'text': it is no JSON object"),
+    (b'["text"]', "has no text 'text': it is not a JSON object"),
 ]
 
 
@@ -234,7 +234,7 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
     assert [t for t in source.read("train.jsonl") if t is not None] == TEXTS[:72]
     told = [record.getMessage() for record in caplog.records]
     assert ["left out" in line and f"document {10 * i + 9} (" in line for i, line in enumerate(told)] == [True] * 5
-    assert told[-1].endswith("this process tells of no more")
+    assert told[-1].endswith("This process reports no more")
     whole = global_batches(cfg, source, TOKENIZER, 1, 9)
     assert same(global_batches(cfg, source, TOKENIZER, 1, 4, whole[4][3]), whole[5:])
     for suffix in (".parquet", ".arrow"):
@@ -258,7 +258,7 @@ def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
 BAD = {
     "a.jsonl": [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer.*git lfs pull"),
-        (b"PK\3\4\x14\0\0\0", r"is no UTF-8 text: it begins with b'PK"),
+        (b"PK\3\4\x14\0\0\0", r"is not UTF-8 text: it begins with b'PK"),
         (b'[{"text": "a"}, {"text": "b"}]', r"is a JSON array.*jq -c '\.\[\]'"),
         (b'\xef\xbb\xbf [\n{"text": "a"}]', "is a JSON array"),
         (b'{\n  "text": "a"\n}', "is one JSON object over several lines"),
@@ -267,12 +267,12 @@ BAD = {
         ('{"text": "a"}'.encode("utf-16"), "is UTF-16 text.*UTF-8"),
     ],
     "a.jsonl.gz": [
-        (gzip.compress(bytes(4096)), "is no UTF-8 text.*fetch this shard again"),
+        (gzip.compress(bytes(4096)), "is not UTF-8 text.*fetch this shard again"),
         (gzip.compress(lines_of(TEXTS))[:20], "damaged or cut off"),
     ],
-    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is no UTF-8 text")],
-    "a.parquet": [(b"something", "is no parquet file")],
-    "a.arrow": [(b"text", "is no arrow file")],
+    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is not UTF-8 text")],
+    "a.parquet": [(b"something", "is not in parquet format")],
+    "a.arrow": [(b"text", "is not in arrow format")],
     "a.csv": [(b"id,text\n1,a\n", r"its name ends with none of \.json")],
 }  # fmt: skip
 

@@ -148,7 +148,7 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_
 )
 def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
     tokenizer, texts = load_tokenizer(small_tokenizer.train(tmp_path, **options)), hostile(300, most=60)
-    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS", 3)  # too few, so that some are looked for again
+    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS_PER_TOKEN", 3)  # too few: some are encoded again
     whole = list(map(list, tokenizer.encode(texts)))
     for longest in (1, 2, 7, 30):
         found = list(map(list, tokenizer.beginnings(longest).encode(texts)))
@@ -183,7 +183,7 @@ def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
     assert given.token(given.eos_id) == "<|pad|>" and given.fingerprint != plain.fingerprint
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|pad|>"}}))
     assert load_tokenizer(tmp_path).eos_id == given.eos_id
-    with pytest.raises(UserError, match=r"tokenizer\.eos=</s>: is no token of .*Perhaps <\|endoftext\|>"):
+    with pytest.raises(UserError, match=r"tokenizer\.eos=</s>: is not a token of .*Perhaps <\|endoftext\|>"):
         load_tokenizer(path, "</s>")
     with pytest.raises(UserError, match=r"does not say which token ends a document\. Set tokenizer\.eos="):
         load_tokenizer(usual(tmp_path, eos_id=-1))
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_is_random_or_cannot_encode_is_named(tmp_path):
     del spec["model"]["vocab"]["[UNK]"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "[UNK]"]
     path.write_text(json.dumps(spec))
-    with pytest.raises(UserError, match=r"words\.json: cannot encode the text .*Give the tokenizer a token"):
+    with pytest.raises(UserError, match=r"words\.json: cannot encode the text .*Give the tokenizer an unknown token"):
         load_tokenizer(path, "[EOS]").encode(["the xylophone"])
     path = byte_level(tmp_path)
     spec = json.loads(path.read_text())

@@ -85,7 +85,7 @@ def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tm
             found = validation_set(cfg, source, tokenizer)
             both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
         assert all(map(torch.equal, both[0], both[1])) and all(map(torch.equal, both[0], both[2]))
-    assert len(said) == 1 and said[0].startswith("tokenising the text (some 0.")
+    assert len(said) == 1 and said[0].startswith("tokenising the text (about 0.")
 
 
 def kept(cfg, said=None):
@@ -150,7 +150,7 @@ def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeyp
 
 def test_a_cache_without_room_is_named(root, model, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cache/tokens: the tokens of the text cannot be kept here: .* data\.cache"):
+    with pytest.raises(UserError, match=r"cache/tokens: the tokens of the text cannot be written here: .* data\.cache"):
         kept(make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model))
 
 
@@ -335,7 +335,7 @@ ONE = "train-00001-of-00003.tokens"
         (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
         (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
         (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
-        (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no folder of tokens. Make it with scripts"),
+        (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads format"),
