@@ -113,7 +113,7 @@ def test_options_and_recipes_of_ones_own(own):
         "backbone.gate=-1: must be a number of at least 0 (of the latent)",
     ]
     (said,) = problems(own, *SMALL, "backbone=strange")
-    assert said.startswith("backbone._target_=json.JSONDecoder: is no subclass of BackboneOptions")
+    assert said.startswith("backbone._target_=json.JSONDecoder: is not a subclass of BackboneOptions")
     (said,) = problems(own, *SMALL, "backbone=gone")
     assert said.startswith("backbone._target_=no_such_package.Options: cannot be imported") and "PYTHONPATH" in said
     for words in ([own], [f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]"]):

@@ -73,9 +73,9 @@ MISTAKES = {  # a command line, and what the one line about it names
     "data.packing=pad eval.packing=pad data.mask_documents=true": [
         "would be ignored: data.packing=pad and eval.packing=pad"
     ],
-    "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
+    "run.start_optimizer=true": ["run.start_optimizer=true", "Set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],
-    "train.steps=3 train.warmup_ratio=0.9": ["train.warmup_ratio=0.9: makes 3 steps", "below train.steps=3"],
+    "train.steps=3 train.warmup_ratio=0.9": ["train.warmup_ratio=0.9: gives 3 warm-up steps", "below train.steps=3"],
     "train.warmup_steps=300": ["train.warmup_steps=300", "below train.steps=300"],
     "checkpoint.keep_every=250": ["checkpoint.keep_every=250", "checkpoint.every=100. Try 200"],
     "data.bad_rows=skip": ["data.bad_rows=skip: would be ignored: data=sample. Leave it out"],

@@ -96,11 +96,11 @@ def test_lists_of_keys_elsewhere_name_keys_that_there_are():
 def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "there is no gcc or clang. Use compile=false, or set CC" in str(compiler_problem(cfg, "cuda"))
+    assert "(gcc or clang), which is not installed. Use compile=false, or set CC" in str(compiler_problem(cfg, "cuda"))
     (tmp_path / "clang").touch(mode=0o755)
     assert compiler_problem(cfg, "cuda") is None
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "there is no no-such-compiler" in str(compiler_problem(cfg, "cpu"))
+    assert "needs a compiler (no-such-compiler)" in str(compiler_problem(cfg, "cpu"))
     cfg.compile = False
     assert compiler_problem(cfg, "cpu") is None
 
