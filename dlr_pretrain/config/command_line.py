@@ -167,7 +167,7 @@ def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
     """
     name = _root_.scale.name
     if name not in values and "other" not in values:
-        raise ValueError(f"no value for scale={name} (there are {', '.join(values)}): give one on the command line")
+        raise ValueError(f"no value for scale={name}, only for {', '.join(values)}: give one on the command line")
     return values[name] if name in values else values["other"]
 
 
@@ -191,14 +191,11 @@ def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int
 def register() -> None:
     """Register the defaults of all keys as ``base_train``, and the resolvers."""
     store = ConfigStore.instance()
-    sections = {name: _defaults(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
+    own = {name: keys_of(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
+    sections = {name: {leaf: found.default for leaf, found in keys} for name, keys in own.items()}
     store.store(name="base_train", node={name: found.default for name, found in ROOT.items()} | sections)
     for resolver in (by_scale, times, lost_rank):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-
-
-def _defaults(section: type) -> dict[str, object]:
-    return {name: found.default for name, found in keys_of(section)}
 
 
 register()
@@ -215,11 +212,13 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     ``machine`` says whether rules about this machine are checked, see ``validate``. Hydra writes and logs nothing here,
     and calls no callbacks.
     """
-    configs, problems = [], []
+    configs, problems, search = [], [], []
+    if line.config_dir is not None:
+        search = [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
     with session():
         for words in jobs(line.words):
             try:
-                composed = compose(line.config_name, [*_search(line), *words], return_hydra_config=True)
+                composed = compose(line.config_name, [*search, *words], return_hydra_config=True)
                 configs.append(configure(composed, composed.hydra, line, world_size, machine))
             except ConfigError as error:
                 problems += error.problems
@@ -291,11 +290,6 @@ def default_choices() -> dict[str, str]:
     """The default option of each group."""
     entries = [entry for entry in OmegaConf.load(CONFIG_DIR / "train.yaml").defaults if OmegaConf.is_dict(entry)]
     return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
-
-
-def _search(line: CommandLine) -> list[str]:
-    """The override that passes ``--config-dir`` to Hydra's ``compose``."""
-    return [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
 
 
 def _composition_problem(error: Exception) -> Problem:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.problems import Problem, as_typed
-from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
+from dlr_pretrain.config.tree import DEFAULT_STREAMS, OPEN_GROUPS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
 from dlr_pretrain.util.secrets import redact
 
@@ -135,14 +135,14 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     share, shards = batch // world_size, cfg.shards(world_size)
 
     def fitting(share: int) -> int:
-        return world_size * largest_divisor(share, max(1, USUAL_STREAMS // world_size))
+        return world_size * largest_divisor(share, max(1, DEFAULT_STREAMS // world_size))
 
     if world_size % shards:
         fix = f"Try {largest_divisor(world_size, shards)}, or start {-(-world_size // shards) * shards} ranks"
         yield Problem("parallel.shards", shards, f"must divide the {world_size} ranks", fix)
     if batch % world_size:
         rule, fix = f"must be a multiple of the {world_size} ranks", f"Try {(share + 1) * world_size}"
-        fix += f" data.streams={fitting(share + 1)}" if USUAL_STREAMS % world_size else ""
+        fix += f" data.streams={fitting(share + 1)}" if DEFAULT_STREAMS % world_size else ""
         yield Problem("train.global_batch", batch, rule, fix)
     elif batch % streams:
         fix = f"Try {largest_divisor(batch, streams)}"

@@ -18,12 +18,12 @@ from dlr_pretrain.config.problems import Problem
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 HUGE = 1 << 20  # bound of numbers that a typing error could make so large that a check would hang
-VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
+PAPER_VOCAB_SIZE = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 GPUS_A_NODE = 8  # assumed for plans, where torchrun does not set it
-USUAL_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
+DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
 MANDATORY = "???"  # OmegaConf's mark for a value that an option or the user must set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
-KINDS: dict[object, str] = {
+TYPE_NAMES: dict[object, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -107,7 +107,7 @@ class Scale:
     num_heads: int = key("attention heads", ge=1, le=HUGE)
     num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
-    vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4, le=10_000_000)
+    vocab_size: int | None = key("embedding rows; null: the tokenizer's", PAPER_VOCAB_SIZE, ge=4, le=10_000_000)
     micro_batch: int = key(
         "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1, le=HUGE
     )
@@ -275,7 +275,7 @@ class Config:
     @property
     def planned_vocab_size(self) -> int:
         """Embedding rows for code that opens no tokenizer: the scale's, or else the papers'."""
-        return self.scale.vocab_size or VOCABULARY
+        return self.scale.vocab_size or PAPER_VOCAB_SIZE
 
     def micro_batch(self, world_size: int) -> int:
         """The micro-batch of a rank: as given, or the largest divisor of its share up to the scale's.
@@ -296,7 +296,7 @@ class Config:
     @property
     def num_streams(self) -> int:
         """The number of document streams, which the ranks share."""
-        return self.data.streams or math.gcd(self.train.global_batch, USUAL_STREAMS)
+        return self.data.streams or math.gcd(self.train.global_batch, DEFAULT_STREAMS)
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -326,7 +326,7 @@ class Key:
         """The allowed values in words, such as ``a whole number of at least 1 or null``."""
         kind, words, optional = self.kinds()
         limits = [f"{BOUNDS[name][0]} {limit}" for name, limit in self.bounds.items()]
-        plain = [f"{KINDS.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
+        plain = [f"{TYPE_NAMES.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
         return " or ".join([*plain, *words, *(["null"] if optional else [])])
 
     def read(self, value: Any) -> Any:

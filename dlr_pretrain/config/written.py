@@ -22,7 +22,7 @@ from dlr_pretrain.util.files import NUMBER, Shape, read_json
 
 TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
 PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # without globs
-NULLS = ("none", "null", "~", "")  # users type these for null; all but a bare null arrive as text
+NULL_SPELLINGS = ("none", "null", "~", "")  # users type these for null; all but a bare null arrive as text
 MANIFEST = "manifest.json"
 RECORD: Shape = {
     "identity": dict, "saved?": int, "started_from?": {"step": int}, "micro_batch?": {"*": int},
@@ -135,7 +135,7 @@ def _is_value(default: object) -> bool:
 def _meant_null(name: str, value: object, key: Key) -> bool:
     """Whether a value is text that a user may have typed for null, for a key that allows null or is a path."""
     takes_null = key.kinds()[2]
-    return isinstance(value, str) and value.strip().lower() in NULLS and (takes_null or name in PATHS)
+    return isinstance(value, str) and value.strip().lower() in NULL_SPELLINGS and (takes_null or name in PATHS)
 
 
 def _normalised(name: str, value: Any) -> Any:

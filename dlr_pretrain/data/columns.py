@@ -35,7 +35,7 @@ def read_texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: 
             group, start = group + 1, start - size
         names = opened.schema_arrow.names
         column = field_path(text_key, names)[0]
-        columns = [column] if column in names else names  # all columns, so that the error lists them
+        columns = [column] if column in names else names  # all columns: the error lists them
         # One group at a time: pyarrow cannot join the dictionaries of several groups inside a nested field.
         groups = ([number] for number in range(group, opened.num_row_groups))
         batches = chain.from_iterable(opened.iter_batches(BATCH_ROWS, one, columns) for one in groups)

@@ -23,7 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import token_dtype
-from dlr_pretrain.data.packing import Row, packed_rows, padded_documents, padded_rows
+from dlr_pretrain.data.packing import TokenRow, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class Batch:
 
     @classmethod
     def empty(cls, cfg: Config, rows: int) -> Batch:
-        """Rows of padding, in the shapes and dtypes of a real batch, so that a compiled model is not compiled again."""
+        """Rows of padding, in the form of a real batch: another form would make a compiled model compile again."""
         tokens = torch.zeros((rows, cfg.train.seq_len + 1), dtype=torch.int32)
         return cls(tokens, torch.zeros(rows, dtype=torch.int32), 0, {}, 1 if cfg.data.mask_documents else None)
 
@@ -114,7 +114,7 @@ class TrainLoader:
             self._queue.put(error)
 
 
-def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], closed: threading.Event) -> None:
+def _read_first_rows(rows: dict[int, Iterator[TokenRow]], groups: list[list[int]], closed: threading.Event) -> None:
     """Read the first row of every stream in parallel. The first error ends all reading and is raised.
 
     The streams of a group begin in the same shard. One thread reads them in turn, so a remote shard is fetched once.
@@ -139,14 +139,14 @@ def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], cl
             raise
 
 
-def _batches(
+def _rows_of_streams(
     cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
-) -> Iterator[Batch]:
-    """Yields batches from the streams in ``positions``, from these positions on."""
+) -> dict[int, Iterator[TokenRow]]:
+    """The rows of each stream from its position on. The first row of each has been read."""
     seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
     if not packed:
         tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
-    rows: dict[int, Iterator[Row]] = {}
+    rows: dict[int, Iterator[TokenRow]] = {}
     beginning_in: dict[int, list[int]] = defaultdict(list)  # the streams that begin in each shard
     for v, position in positions.items():
         stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, packed)
@@ -158,8 +158,15 @@ def _batches(
         pieces = stream.share(position.epoch).pieces[position.piece :]
         beginning_in[pieces[0].shard if pieces else -1].append(v)
     _read_first_rows(rows, list(beginning_in.values()), closed)
-    streams = list(rows)
-    each = cfg.train.global_batch // cfg.num_streams
+    return rows
+
+
+def _batches(
+    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
+) -> Iterator[Batch]:
+    """Yields batches of equally many rows from each stream, from ``positions`` on."""
+    rows = _rows_of_streams(cfg, source, tokenizer, positions, closed)
+    seq_len, streams, each = cfg.train.seq_len, list(rows), cfg.train.global_batch // cfg.num_streams
     separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
         tokens = np.empty((len(rows) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
@@ -212,7 +219,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
 
 
 def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packed windows as in training; the last one is padded, so that no token is left out."""
+    """Packed windows as in training; the last one is padded to hold all tokens."""
     count = -(-len(tokens) // seq_len)
     filled = np.full(count * seq_len + 1, pad_id, tokens.dtype)
     filled[: len(tokens)] = tokens

@@ -21,25 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dlr_pretrain.data import documents
+from dlr_pretrain.data import tokens
+from dlr_pretrain.data.documents import tokenise_in_chunks
 from dlr_pretrain.data.files import created_atomically, user_cache
 from dlr_pretrain.data.order import cut
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from dlr_pretrain.data.tokens import (
-    ENDS,
-    FORMAT,
-    MANIFEST,
-    SUMS,
-    TOKENIZER,
-    TOKENS,
-    TokenSource,
-    checksums,
-    open_shard,
-    read_manifest,
-    shard_names,
-    verify_checksums,
-)
+from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
 from dlr_pretrain.util.files import locked, sync, write_durably
 from dlr_pretrain.util.process import cores
@@ -47,9 +35,9 @@ from dlr_pretrain.util.text import plural
 
 SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: some ten seconds of sentencepiece
 FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
-MANY_READS = 2.0  # per epoch of a streamed text, from which a remark says so
+MANY_READS = 2.0  # per epoch of a streamed text, from which a remark is printed
 PARALLEL_CHARACTERS = 1 << 24  # above this, worker processes pay off
-SUFFIXES = (TOKENS, SUMS, ENDS)  # in the order of writing: a shard is complete once its ends exist
+SUFFIXES = (tokens.TOKENS, tokens.SUMS, tokens.ENDS)  # in the order of writing: a shard is complete once its ends exist
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces a damaged one"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
@@ -73,9 +61,9 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
 def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
     """As ``make_tokens``, but raises OSError and BrokenProcessPool as they are."""
     train, validation = source.train_shards, source.validation_shards
-    names = (*shard_names("train", len(train)), *shard_names("validation", len(validation)))
+    names = (*tokens.shard_names("train", len(train)), *tokens.shard_names("validation", len(validation)))
     manifest = {
-        "format": FORMAT,
+        "format": tokens.FORMAT,
         "source": source.fingerprint,
         "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "shards": {"train": len(train), "validation": len(validation)},
@@ -83,7 +71,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
         "contents": source.contents,
     }
     _claim(output, manifest)
-    tokenizer.save(output / TOKENIZER)
+    tokenizer.save(output / tokens.TOKENIZER)
     # The fork server has no threads of this process, and imports once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -109,14 +97,14 @@ def _end_with_parent() -> None:
 def _claim(output: Path, manifest: dict) -> None:
     """Write the manifest into a new folder. Raises UserError if the folder holds anything else."""
     output.mkdir(parents=True, exist_ok=True)
-    path = output / MANIFEST
+    path = output / tokens.MANIFEST
     if not path.exists():
         others = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
         if others:
             rule = f"is not empty (it has {others[0]}) and not a folder of tokens"
             raise UserError(f"{output}: {rule}. Name a new folder")
         write_durably(path, json.dumps(manifest, indent=1))
-    there = read_manifest(output)
+    there = tokens.read_manifest(output)
     if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
         rule = f"holds the tokens of another source or tokenizer ({there['made_from']})"
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
@@ -124,10 +112,10 @@ def _claim(output: Path, manifest: dict) -> None:
 
 def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
     """Write the token shard ``name`` unless it exists and is sound. Returns whether it did."""
-    path, tokenizer = output / name, _tokenizer(output / TOKENIZER)
+    path, tokenizer = output / name, _tokenizer(output / tokens.TOKENIZER)
     try:
-        open_shard(path, tokenizer.vocab_size)
-        verify_checksums(path)
+        tokens.open_shard(path, tokenizer.vocab_size)
+        tokens.verify_checksums(path)
     except (OSError, ValueError):
         _write(source, shard, tokenizer, path)
         return False
@@ -138,14 +126,14 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
     """Write the files of a token shard to drafts, which are renamed once they are on the disk, ends last."""
     lengths = [np.zeros(1, np.int64)]
     drafts = {suffix: path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in SUFFIXES}
-    with naming(path), drafts[TOKENS].open("wb") as file:
-        for tokens, starts in documents.tokenise_in_chunks(source.read(shard), tokenizer):
-            file.write(tokens.data)
-            lengths.append(np.diff(starts, append=len(tokens)))
-    with naming(path.with_suffix(ENDS)):
-        drafts[ENDS].write_bytes(np.concatenate(lengths).cumsum().data)
-    with naming(path.with_suffix(SUMS)):
-        drafts[SUMS].write_bytes(checksums(path, drafts[TOKENS], drafts[ENDS]))
+    with naming(path), drafts[tokens.TOKENS].open("wb") as file:
+        for ids, starts in tokenise_in_chunks(source.read(shard), tokenizer):
+            file.write(ids.data)
+            lengths.append(np.diff(starts, append=len(ids)))
+    with naming(path.with_suffix(tokens.ENDS)):
+        drafts[tokens.ENDS].write_bytes(np.concatenate(lengths).cumsum().data)
+    with naming(path.with_suffix(tokens.SUMS)):
+        drafts[tokens.SUMS].write_bytes(tokens.checksums(path, drafts[tokens.TOKENS], drafts[tokens.ENDS]))
     for suffix in SUFFIXES:
         sync(drafts[suffix])
         os.replace(drafts[suffix], path.with_suffix(suffix))
@@ -165,7 +153,7 @@ def tokenised_once(
         source.remark = _cost(source, streams)
         return source
     cache = Path(source.data.cache or user_cache()) / "tokens"
-    key = json.dumps([FORMAT, source.state(), tokenizer.fingerprint])
+    key = json.dumps([tokens.FORMAT, source.state(), tokenizer.fingerprint])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
     made = _cached_tokens(folder)
     if made is None:

@@ -34,7 +34,7 @@ SIDE_FILE = re.compile(
     r"contributing|metadata|dataset_infos?|dataset_dict|state|.*config|tokenizer|special_tokens_map|added_tokens|"
     r"vocab|merges"
 )
-KINDS = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "arrow"}
+FORMAT_NAMES = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "arrow"}
 
 
 @dataclass
@@ -123,8 +123,8 @@ def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> t
     main = _main_kind(named["train"])
     for split, files in named.items():
         kind = main if any(kind_of(file.name) == main for file in files) else _main_kind(files)
-        others = {file.name: KINDS[own] for file in files if (own := kind_of(file.name)) != kind}
-        left_out |= {name: f"{other} beside the folder's {KINDS[kind]}" for name, other in others.items()}
+        others = {file.name: FORMAT_NAMES[own] for file in files if (own := kind_of(file.name)) != kind}
+        left_out |= {name: f"{other} beside the folder's {FORMAT_NAMES[kind]}" for name, other in others.items()}
         named[split] = [file for file in files if file.name not in others]
     return named["train"], given or named["validation"]
 
@@ -154,9 +154,9 @@ def split_of(name: str) -> str:
 
 
 def _main_kind(files: list[File]) -> str:
-    """The format with the most bytes; if servers report no sizes, with the most files; then the first in ``KINDS``."""
-    sizes = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in KINDS}
-    return max(KINDS, key=lambda kind: (sum(sizes[kind]), len(sizes[kind])))
+    """The format with the most bytes; if servers report no sizes, with the most files; else FORMAT_NAMES' first."""
+    sizes = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in FORMAT_NAMES}
+    return max(FORMAT_NAMES, key=lambda kind: (sum(sizes[kind]), len(sizes[kind])))
 
 
 def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:

@@ -14,6 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,15 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
+        encode = partial(self._model.encode, out_type="numpy", num_threads=1)
         texts = [valid_text(text) for text in texts]
-        heads = texts
-        if self._longest is not None:
-            heads = [_head(text, CHARACTERS_PER_TOKEN * self._longest) for text in texts]
-        found = self._model.encode(heads, out_type="numpy", num_threads=1)
+        if self._longest is None:
+            return encode(texts)
+        heads = [_head(text, CHARACTERS_PER_TOKEN * self._longest) for text in texts]
+        found = encode(heads)
         for i, (text, head) in enumerate(zip(texts, heads, strict=True)):
-            if len(head) < len(text) and len(found[i]) < (self._longest or 0):
-                found[i] = self._model.encode(text, out_type="numpy", num_threads=1)
+            if len(head) < len(text) and len(found[i]) < self._longest:
+                found[i] = encode(text)
         return found
 
     def token(self, id: int) -> str:

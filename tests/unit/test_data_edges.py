@@ -20,7 +20,7 @@ from dlr_pretrain.util.errors import UserError
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("link", ["../../evil.jsonl", "..%2f..%2fevil.jsonl", "a/%2e%2e/%2e%2e/evil.jsonl"])
-def test_a_link_of_a_server_does_not_lead_out_of_the_cache(tmp_path, link):
+def test_a_servers_link_cannot_leave_the_folder(tmp_path, link):
     class Index(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -39,7 +39,7 @@ def test_a_link_of_a_server_does_not_lead_out_of_the_cache(tmp_path, link):
 
 @pytest.mark.parametrize("pattern", [None, "*.jsonl", "**/*.jsonl"])
 def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pattern):
-    """Permissions do not bind root, which tests may run as: the error comes from here."""
+    """The error is patched in, because tests may run as root, whom permissions do not bind."""
     for name in ("a.jsonl", "sub/b.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n')
@@ -101,8 +101,8 @@ def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("key", ["data.root", "data.train_files"])
-def test_a_server_that_is_away_is_named_and_no_disk(words, monkeypatch, key):
-    """Errors of sockets are OSErrors as well, and name no file."""
+def test_an_unreachable_server_is_not_called_a_disk_error(words, monkeypatch, key):
+    """Socket errors are OSErrors as well, but name no file."""
     monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
     address = "http://127.0.0.1:9/c4" + ("/a.jsonl" if key == "data.train_files" else "")
     given = [word for word in words() if not word.startswith("data")]
@@ -113,7 +113,7 @@ def test_a_server_that_is_away_is_named_and_no_disk(words, monkeypatch, key):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
-def test_a_disk_that_fails_under_a_shard_is_no_damage_of_it(tmp_path, monkeypatch, name):
+def test_a_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n') if name.endswith(".gz") else b'{"text": "a"}\n')
     source = open_source(make_config("local", data__root=tmp_path))
 
@@ -128,7 +128,7 @@ def test_a_disk_that_fails_under_a_shard_is_no_damage_of_it(tmp_path, monkeypatc
         list(source.read(source.train_shards[0]))
 
 
-def test_a_server_that_is_silent_is_told_of(monkeypatch, capfd):
+def test_a_silent_server_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(files, "FIRST_NOTE_SECONDS", 0.0)
     monkeypatch.setattr(files, "NOTE_SECONDS", 0.01)
     told = threading.Event()

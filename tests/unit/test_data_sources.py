@@ -1,4 +1,4 @@
-"""Text in files: every format, what is held out, and everything that can be wrong with a file."""
+"""Text in files: every format, held-out documents, and everything that can be wrong with a file."""
 
 import gzip
 import io
@@ -43,7 +43,7 @@ def paragraphs(texts) -> bytes:
     return ("\n\n \n".join(texts) + "\n").encode()
 
 
-SKIPPED = b"\x50*M\x18\x04\0\0\0skip"  # a frame that zstd passes over
+SKIPPED = b"\x50*M\x18\x04\0\0\0skip"  # a frame that zstd skips
 
 FORMATS = {
     ".jsonl": plain(lines_of),
@@ -55,7 +55,7 @@ FORMATS = {
     ".parquet": tabular,
     ".arrow": tabular,
     ".file.arrow": tabular,
-    ".packed.jsonl": plain(lines_of, ".gz"),  # a name may hide how a file is compressed, or that it is not
+    ".packed.jsonl": plain(lines_of, ".gz"),  # names may be wrong about compression
     ".other.jsonl.gz": plain(lines_of, ".bz2"),
     ".unpacked.jsonl.gz": plain(lines_of),
 }
@@ -92,7 +92,7 @@ def test_every_format_gives_the_batches_of_its_texts(tmp_path, monkeypatch, suff
 
 
 class Counted(io.BytesIO):
-    """Knows how much was read of it."""
+    """Counts the bytes that are read."""
 
     taken = 0
 
@@ -103,7 +103,7 @@ class Counted(io.BytesIO):
 
 
 @pytest.mark.parametrize("level", [1, 9])
-def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypatch, level):
+def test_a_gzip_file_is_read_from_the_nearest_access_point(tmp_path, monkeypatch, level):
     monkeypatch.setattr(gunzip, "SPACING", 50_000)
     monkeypatch.setattr(gunzip, "CHUNK_BYTES", 1 << 14)
     rng = random.Random(level)
@@ -118,7 +118,7 @@ def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypa
         if damaged is not None:
             kept.parent.mkdir(exist_ok=True)
             kept.write_bytes(damaged)
-        for stop in sorted(rng.sample(range(len(lines)), 6)):  # each is killed somewhere, or reads on
+        for stop in sorted(rng.sample(range(len(lines)), 6)):  # each reader stops somewhere, and the next one continues
             start = rng.randrange(stop + 1)
             found = gunzip.lines(io.BytesIO(content), kept, start)
             assert list(itertools.islice(found, stop - start)) == lines[start:stop]
@@ -133,14 +133,14 @@ def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypa
         list(gunzip.lines(io.BytesIO(content[:-9]), kept, len(lines) - 5))
 
 
-def test_a_field_in_a_field(tmp_path):
+def test_a_nested_field_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of("abcdefghi"))
     assert sorted(chain(*split(local(tmp_path, data__text_key="meta.text")))) == list("abcdefghi")
     with pytest.raises(UserError, match=r"no text 'meta.body': its fields are text, meta\. Set data\.text_key"):
         split(local(tmp_path, data__text_key="meta.body"))
 
 
-def test_a_dataset_that_datasets_has_saved(tmp_path):
+def test_a_dataset_saved_by_datasets_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     splits = {"train": TEXTS, "test": ["not read"], "validation": ["one", "two"]}
     made = datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()})
@@ -162,16 +162,16 @@ def test_a_text_file_is_a_document_and_a_single_one_is_cut(tmp_path):
         (tmp_path / f"{i:02d}.txt").write_text(f"text\n\n{i}")
     source = local(tmp_path)
     assert len(source.train_shards) == 31 and "text\n\n7" in chain(*split(source))
-    assert len(split(source)[1]) == 1  # of so few at least one
+    assert len(split(source)[1]) == 1  # at least one
 
 
 def split(source):
-    """The texts to train on, and those for validation."""
+    """The texts for training, and those for validation."""
     shards = (source.train_shards, source.validation_shards)
     return [[t for name in names for t in source.read(name) if t is not None] for names in shards]
 
 
-def test_what_is_read_and_what_is_left_out_is_listed(tmp_path):
+def test_files_read_and_left_out_are_listed(tmp_path):
     (tmp_path / "eval").mkdir()
     for name in ("web.jsonl", "wiki.jsonl", "eval/a.jsonl"):
         (tmp_path / name).write_bytes(lines_of(TEXTS[:3]))
@@ -194,7 +194,7 @@ def test_copies_of_one_document_are_not_all_held_out(tmp_path):
     assert [head + tail for head, tail in zip(train, held, strict=True)] == [text] * 5
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path):
+def test_held_out_documents_are_never_trained_on(tmp_path):
     texts = [f"{i} {'x' * (i % 9)}" for i in range(2000)]
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts[:1500]))
     (tmp_path / "b.jsonl").write_bytes(lines_of(texts[1500:]))
@@ -219,7 +219,7 @@ BAD_ROWS = [
 ]
 
 
-def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
+def test_rows_without_text_are_refused_or_skipped(tmp_path, caplog):
     (tmp_path / "validation.jsonl").write_bytes(lines_of(["v"]))
     parts = [part for i, (bad, _) in enumerate(BAD_ROWS) for part in (lines_of(TEXTS[9 * i : 9 * i + 9]), bad + b"\n")]
     (tmp_path / "train.jsonl").write_bytes(b"".join(parts))
@@ -247,7 +247,7 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
             list(open_source(cfg).read(f"train{suffix}"))
 
 
-def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
+def test_nasty_texts_invalid_utf8_and_long_lines_are_read(tmp_path):
     odd = b'{"text": "caf\xe9 \xff\xfe"}\r\n{"text": "\xc3\xa9\xed\xa0\x80"}\r\n\r\n'
     texts = [*NASTY, "word " * 2_000_000, "after"]
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts) + odd)
@@ -282,7 +282,7 @@ CASES = [(name, *case) for name, cases in BAD.items() for case in cases]
 
 # Contents hold the time at which they were compressed, and ids must not.
 @pytest.mark.parametrize(("name", "content", "rule"), CASES, ids=[f"{name}-{rule}" for name, _, rule in CASES])
-def test_what_downloads_and_editors_leave_behind_is_named(tmp_path, name, content, rule):
+def test_leftovers_of_downloads_and_editors_are_named(tmp_path, name, content, rule):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "validation.txt").write_text("validation")
     keys = {"data__train_files": name, "data__validation_files": "validation.txt"}
@@ -293,7 +293,7 @@ def test_what_downloads_and_editors_leave_behind_is_named(tmp_path, name, conten
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])
-def test_a_shard_that_is_cut_off_or_gone(root, keep):
+def test_a_truncated_or_missing_shard_is_named(root, keep):
     path = root / "c4-train.00001-of-00002.json.gz"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     source = open_source(make_config(data__root=root))
@@ -315,7 +315,7 @@ def test_globs_below_the_root_or_absolute_name_the_same_text(root):
         assert open_source(other).fingerprint == source.fingerprint and split(open_source(other))[0] == TEXTS
 
 
-def test_globs_that_match_nothing_twice_or_too_much(root):
+def test_wrong_globs_are_refused(root):
     def opened(glob):
         return open_source(make_config(data__root=root, data__train_files=glob))
 
