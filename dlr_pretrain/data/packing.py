@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dlr_pretrain.data.documents import Tokens
-from dlr_pretrain.data.streams import Position
+from dlr_pretrain.data.streams import Chunk, Position
 from dlr_pretrain.util.tensors import IGNORE
 
 # A padded row [seq_len + 1], the number of its tokens without padding, and the stream's position after it.
@@ -62,7 +61,7 @@ def padded_documents(
     return rows, lengths.astype(np.int32)
 
 
-def padded_rows(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[TokenRow]:
+def padded_rows(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[TokenRow]:
     """Yields the documents of the chunks, one per row."""
     for position, chunk in chunks:
         rows, lengths = padded_documents(*chunk, seq_len, pad_id, eos_id)
@@ -70,7 +69,7 @@ def padded_rows(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id:
             yield row, length, position._replace(document=done, token=0)
 
 
-def packed_rows(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[TokenRow]:
+def packed_rows(chunks: Iterator[Chunk], position: Position, seq_len: int) -> Iterator[TokenRow]:
     """Yields windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
     The last token of a window is the first of the next. Tokens after the last window of a chunk are carried over.

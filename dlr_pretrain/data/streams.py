@@ -29,6 +29,9 @@ class Position(NamedTuple):
     token: int = 0  # tokens of this document that have been used
 
 
+Chunk = tuple[Position, Tokens]  # some documents, and the position of the first
+
+
 class DocumentStream:
     """The endless sequence of documents of one of the V streams."""
 
@@ -44,7 +47,7 @@ class DocumentStream:
         pieces = cut(sizes, order, part, parts, turn, slack)
         return Share(pieces, self._packed, (self._seed, self._stream, epoch))
 
-    def chunks(self, position: Position) -> Iterator[tuple[Position, Tokens]]:
+    def chunks(self, position: Position) -> Iterator[Chunk]:
         """Yields chunks of documents from ``position`` on, each with the position of its first document.
 
         The caller must skip the first ``position.token`` tokens. Raises UserError if the source has no text.
