@@ -16,10 +16,10 @@ from dlr_pretrain.util.text import markdown_table
 HEAD = """# Configuration
 
 Every key and every option (`docs/configuration.py` writes this page from the code). A key is given as
-`section.key=value`, an option of a group as `group=option`; a later word replaces an earlier one. `${{a.b}}` is the
-value of another key. Keys with a dot in the last column take part in the mathematics of a run and cannot change when it
-resumes (`run.start_from` starts another run from it). The others may change, and so may those that say where text and
-tokenizer lie, as long as they are the same text and tokenizer.
+`section.key=value`, an option of a group as `group=option`. A later word replaces an earlier one. `${{a.b}}` is the
+value of another key. Keys with a dot in the last column affect the mathematics of a run and cannot change when it
+resumes (`run.start_from` starts another run from it). The others may change. So may the location of text and tokenizer,
+as long as their content stays the same.
 
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""
 COLUMNS = ("key", "meaning", "values", "default", "")

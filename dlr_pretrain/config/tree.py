@@ -150,7 +150,7 @@ class Data:
     document: Literal["file", "paragraph"] = key("document of a .txt file; blank lines end a paragraph", "file")
     bad_rows: Literal["stop", "skip"] = key("rows without text end the run, or are left out", "stop")
     streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
-    seed: int = key("seed of the order of the documents", 42, ge=0, le=2**32 - 1)
+    seed: int = key("seed of the order of documents, and of nothing else", 42, ge=0, le=2**32 - 1)
     packing: Literal["packed", "pad"] = key("joined documents, or one truncated document a sequence", "packed")
     mask_documents: bool = key("each document in a packed sequence is read and scored separately", False)
 

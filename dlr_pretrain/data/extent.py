@@ -86,7 +86,7 @@ def estimate_size(file: File, data: Data) -> tuple[float, float] | None:
 def _head(stream: BinaryIO, compression: str, rowwise: bool) -> tuple[bytes, float]:
     """The first text of a stream, and the share of the file that it makes up: 1 for the whole file.
 
-    A decompressor that reads more has returned all text of the bytes before, so only there text and bytes match.
+    A decompressor reads more bytes only after it has returned all text of the bytes before, so the two match there.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)

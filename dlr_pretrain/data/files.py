@@ -1,6 +1,6 @@
 """Finds and opens shards: on this machine, on the hub, or at any address that fsspec opens.
 
-Local files are opened directly. ``Retrying`` reads a remote file through fsspec, one range of bytes at a time, and
+Local files are opened directly. ``RemoteFile`` reads a remote file through fsspec, one range of bytes at a time, and
 repeats a failed request for the missing range. So no row is read twice or left out.
 """
 
@@ -36,7 +36,7 @@ from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_std
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
 RETRY_SECONDS = (
-    480.0  # without progress; the default of run.timeout_minutes is longer, and ends a run without this message
+    480.0  # without progress; shorter than the default of run.timeout_minutes, to end first
 )
 FIRST_NOTE_SECONDS, NOTE_SECONDS = 10.0, 60.0  # without an answer, until the first and each further note
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
@@ -275,7 +275,7 @@ def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
 
-class Retrying(AbstractBufferedFile):
+class RemoteFile(AbstractBufferedFile):
     """A remote file. The range of a failed request is requested again."""
 
     def __init__(self, file: File):
@@ -315,7 +315,7 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
     if cache is not None:
         return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     if file.size is not None:
-        return io.BufferedReader(Retrying(file), RANGE_BYTES)
+        return io.BufferedReader(RemoteFile(file), RANGE_BYTES)
     system, path = _file_system(file.address)  # a server that does not report the size does not send ranges
     return io.BytesIO(retry(lambda: system.cat_file(path), file.address))
 

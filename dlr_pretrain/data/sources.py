@@ -71,7 +71,7 @@ class TextSource:
         held_out = tuple(HELD_OUT + name for name in self.train_shards)
         self.validation_shards = tuple(file.name for file in chosen.validation) or held_out
         self.holds_out = not chosen.validation
-        self.splits_document = False  # all documents are the same, and each is split into training and validation text
+        self.splits_document = False  # into training and validation text, because all of the first are the same
         self.threshold = 0  # documents with a hash below it are held out
         self.contents = chosen.contents(data)
         self.remark = ""  # on the cost of reading this text

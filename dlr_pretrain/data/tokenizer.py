@@ -31,7 +31,7 @@ CHARACTERS_PER_TOKEN = 6  # none of 600 documents of C4 has more on average over
 MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first that a folder holds is taken
 SETTINGS, SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # if no configuration names the end
-PADDED_FROM, MULTIPLE = 1024, 64  # larger vocabularies are padded to a multiple: matrices of odd widths are slower
+PADDED_FROM, MULTIPLE = 1024, 64  # vocabularies from this size are padded: matrices of odd widths are slower
 
 
 class Tokenizer(ABC):
@@ -143,7 +143,7 @@ class FastTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as ordinary text
-        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))  # later digits vary
+        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))  # the library alters more
         vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
         if model.get("dropout"):
             raise UserError(f"{path}: drops merges at random, so no run can be repeated. Set its dropout to null")
