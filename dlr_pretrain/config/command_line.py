@@ -88,7 +88,7 @@ def read(argv: list[str]) -> CommandLine:
 
 
 def _flags() -> argparse.ArgumentParser:
-    """A parser of Hydra's flags."""
+    """Hydra's flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in ("--help -h", "--hydra-help", "--version", "--shell-completion -sc", "--multirun -m", "--resolve"):
         parser.add_argument(*names.split(), action="store_true")
@@ -104,7 +104,6 @@ def parse_word(word: str) -> Override:
 
 
 def key_of(word: str) -> str:
-    """The key of an override."""
     return word.lstrip("+~").split("=", 1)[0].strip()
 
 

@@ -262,7 +262,6 @@ class Config:
 
     @property
     def warmup_steps(self) -> int:
-        """The number of warm-up steps."""
         given = self.train.warmup_steps
         return round(self.train.steps * self.train.warmup_ratio) if given is None else given
 
@@ -295,12 +294,10 @@ class Config:
 
     @property
     def num_streams(self) -> int:
-        """The number of document streams, which the ranks share."""
         return self.data.streams or math.gcd(self.train.global_batch, DEFAULT_STREAMS)
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``at_most``."""
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 

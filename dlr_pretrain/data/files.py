@@ -35,9 +35,7 @@ from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_std
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
-RETRY_SECONDS = (
-    480.0  # without progress; shorter than the default of run.timeout_minutes, to end first
-)
+RETRY_SECONDS = 480.0  # without progress; shorter than the default of run.timeout_minutes, to end first
 FIRST_NOTE_SECONDS, NOTE_SECONDS = 10.0, 60.0  # without an answer, until the first and each further note
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL_STATUSES = (401, 404, 410, 451)  # HTTP: another try would get the same answer

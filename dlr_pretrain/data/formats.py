@@ -110,7 +110,6 @@ def _refuse(file: File, head: bytes, formats: list[tuple[tuple[bytes, ...], str,
 
 
 def decompressed(stream: BinaryIO, compression: str) -> Any:
-    """The stream of decompressed bytes."""
     if compression == ".zst":
         import pyarrow
 

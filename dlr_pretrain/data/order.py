@@ -64,23 +64,15 @@ def cut(
 ) -> list[Piece]:
     """Part ``part`` when the shards in ``order`` are cut into ``parts`` equal parts.
 
-    The first part begins at the share ``turn`` of the whole, and the last part ends there. With ``slack``, fewer shards
-    are read by two streams: shards of nearly the same size count as equal, and a cut near the end of a shard moves
-    there. Parts may then differ by twice this share.
+    The first part begins at the share ``turn`` of the whole, and the last part ends there. With ``slack``, cuts near
+    the ends of shards move there, and parts may differ by twice this share.
     """
     order = np.concatenate((order, order))
     edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))
-    total, count = int(edges[-1]) // 2, len(sizes)
+    total = int(edges[-1]) // 2
     cuts = int(turn * total) + np.arange(parts + 1) * total // parts
     if slack:
-        shards = np.arange(parts + 1) * count / parts
-        shards = np.where(np.abs(shards - shards.round()) * parts <= slack * count, shards.round(), shards)
-        equal = np.interp(shards, np.arange(len(edges)), edges).astype(np.int64)
-        if np.abs(np.diff(equal) * parts / total - 1).max() <= 2 * slack:
-            cuts = equal
-        else:
-            nearest = edges[np.abs(edges - cuts[:, None]).argmin(axis=1)]
-            cuts = np.where(np.abs(nearest - cuts) * parts <= slack * total, nearest, cuts)
+        cuts = _moved_to_ends(cuts, edges, len(sizes), slack)
     begin, end = int(cuts[part]), int(cuts[part + 1])
     pieces = []
     for at in range(int(np.searchsorted(edges, begin, "right")) - 1, len(order)):
@@ -90,3 +82,18 @@ def cut(
         if max(start, begin) < min(stop, end):
             pieces.append(Piece(int(order[at]), max(begin - start, 0), min(end, stop) - start, stop - start))
     return pieces
+
+
+def _moved_to_ends(cuts: np.ndarray, edges: np.ndarray, shards: int, slack: float) -> np.ndarray:
+    """Cuts near the ends of shards, so that fewer shards are read by two streams.
+
+    Shards of nearly the same size count as equal. Otherwise a cut moves to the nearest end within the slack.
+    """
+    parts, total = len(cuts) - 1, int(edges[-1]) // 2
+    ends = np.arange(parts + 1) * shards / parts  # counted in shards
+    ends = np.where(np.abs(ends - ends.round()) * parts <= slack * shards, ends.round(), ends)
+    equal = np.interp(ends, np.arange(len(edges)), edges).astype(np.int64)
+    if np.abs(np.diff(equal) * parts / total - 1).max() <= 2 * slack:
+        return equal
+    nearest = edges[np.abs(edges - cuts[:, None]).argmin(axis=1)]
+    return np.where(np.abs(nearest - cuts) * parts <= slack * total, nearest, cuts)

@@ -143,7 +143,8 @@ class FastTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as ordinary text
-        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))  # the library alters more
+        # Scores are rounded, because the library changes their last digits.
+        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))
         vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
         if model.get("dropout"):
             raise UserError(f"{path}: drops merges at random, so no run can be repeated. Set its dropout to null")
