@@ -22,10 +22,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.documents import token_dtype
 from dlr_pretrain.data.packing import TokenRow, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.data.streams import DocumentStream, Position, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
@@ -206,16 +205,20 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         if found >= cfg.eval.tokens:
             break
     if not has_text:
-        fix = "Give data.validation_files with text, or a larger data.held_out"
-        if cfg.data.bad_rows == "skip":
-            fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"
-        raise UserError(f"The validation shards hold no text: {', '.join(source.validation_shards[:3])}. {fix}")
+        raise _no_validation_text(cfg, source)
     if pad:
         rows, lengths = map(np.concatenate, zip(*parts, strict=True))
     else:
         rows, lengths = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
     separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
     return ValidationSet(rows, lengths, found, separator)
+
+
+def _no_validation_text(cfg: Config, source: Source) -> UserError:
+    fix = "Give data.validation_files with text, or a larger data.held_out"
+    if cfg.data.bad_rows == "skip":
+        fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"
+    return UserError(f"The validation shards hold no text: {', '.join(source.validation_shards[:3])}. {fix}")
 
 
 def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,10 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.data import tokens
-from dlr_pretrain.data.documents import tokenise_in_chunks
 from dlr_pretrain.data.files import created_atomically, user_cache
-from dlr_pretrain.data.order import cut
 from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming

@@ -19,12 +19,11 @@ from pathlib import Path
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
-from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenise_in_chunks
 from dlr_pretrain.data.extent import estimate_sizes
 from dlr_pretrain.data.files import pin_commits
-from dlr_pretrain.data.order import Piece, Place, Share
 from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose
+from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, text_blocks, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
@@ -134,7 +133,7 @@ class TextSource:
             log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], last)
 
     def sizes(self, packed: bool) -> list[int]:
-        """The estimated size of each training shard: characters if ``packed``, else documents."""
+        """Estimates, in characters if ``packed``, else in documents."""
         return self._sizes[0 if packed else 1]
 
     @cached_property
@@ -160,7 +159,6 @@ class TextSource:
         return [self.fingerprint, *(file.state() for file in self.files.values())]
 
     def describe(self) -> str:
-        """One line for the console."""
         where = self.data.root or os.path.dirname(self.chosen.train[0].address)
         if not self.holds_out:
             return f"{where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"

@@ -115,11 +115,7 @@ def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> t
     for split in SPLITS[: 2 if given or not named["train"] else 1]:
         left_out |= {file.name: f"named as a {split} split" for file in named.pop(split)}
     if not named["train"]:
-        suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(COMPRESSIONS)}"
-        rule = "holds no training file" if texts or given else f"holds no file that ends with {suffixes}"
-        listed = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
-        fix = "Set data.root to the folder of the text, or data.train_files to a glob"
-        raise UserError(f"data.root={root}: {rule}. {f'Left out: {listed}. ' if listed else ''}{fix}")
+        raise _no_training_file(root, bool(texts or given), left_out)
     main = _main_kind(named["train"])
     for split, files in named.items():
         kind = main if any(kind_of(file.name) == main for file in files) else _main_kind(files)
@@ -127,6 +123,14 @@ def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> t
         left_out |= {name: f"{other} beside the folder's {FORMAT_NAMES[kind]}" for name, other in others.items()}
         named[split] = [file for file in files if file.name not in others]
     return named["train"], given or named["validation"]
+
+
+def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> UserError:
+    suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(COMPRESSIONS)}"
+    rule = "holds no training file" if has_text else f"holds no file that ends with {suffixes}"
+    listed = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
+    fix = "Set data.root to the folder of the text, or data.train_files to a glob"
+    return UserError(f"data.root={root}: {rule}. {f'Left out: {listed}. ' if listed else ''}{fix}")
 
 
 def _skip_reason(file: File) -> str:

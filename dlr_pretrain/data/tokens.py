@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dlr_pretrain.data import documents
-from dlr_pretrain.data.documents import Block, Tokens, token_dtype
-from dlr_pretrain.data.order import Piece, Place, Share, permutation
+from dlr_pretrain.data import streams
+from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, permutation, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
@@ -117,7 +116,6 @@ class TokenSource:
                 verify_checksums(path)
 
     def sizes(self, packed: bool) -> list[int]:
-        """The size of each training shard: tokens if ``packed``, else documents."""
         return [tokens if packed else ends - 1 for tokens, ends in self._sizes]
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
@@ -128,10 +126,10 @@ class TokenSource:
         self._require(tokenizer)
         spans = [self._documents_of(piece, share.packed) for piece in share.pieces]
         before = np.cumsum([0, *(last - first for _, first, last in spans)])
-        order = permutation(-(-int(before[-1]) // documents.BLOCK_DOCUMENTS), *share.key).tolist()
+        order = permutation(-(-int(before[-1]) // streams.BLOCK_DOCUMENTS), *share.key).tolist()
         for number in range(start[1], len(order)):
-            low = documents.BLOCK_DOCUMENTS * order[number]
-            high = low + documents.BLOCK_DOCUMENTS
+            low = streams.BLOCK_DOCUMENTS * order[number]
+            high = low + streams.BLOCK_DOCUMENTS
             parts = [
                 (piece, first + max(0, low - begin), min(last, first + high - begin))
                 for (piece, first, last), begin in zip(spans, before.tolist(), strict=False)
@@ -194,8 +192,8 @@ class TokenSource:
         self._require(tokenizer)
         for name in self.validation_shards:
             tokens, ends = self.shard(name)
-            for at in range(0, len(ends) - 1, documents.CHUNK_DOCUMENTS):
-                some = self._ends(name, at, at + documents.CHUNK_DOCUMENTS)
+            for at in range(0, len(ends) - 1, streams.CHUNK_DOCUMENTS):
+                some = self._ends(name, at, at + streams.CHUNK_DOCUMENTS)
                 chunk = np.array(tokens[some[0] : some[-1]])
                 with self._naming_shard(name):
                     self._require_ids(chunk, int(some[0]))
@@ -208,7 +206,6 @@ class TokenSource:
             raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
 
     def describe(self) -> str:
-        """One line for the console."""
         tokens, documents = (sum(self.sizes(packed)) for packed in (True, False))
         return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
 

@@ -21,7 +21,7 @@ from data_corpus import (
     write_shards,
 )
 
-from dlr_pretrain.data import Batch, TrainLoader, documents, inputs_and_targets, open_source, validation_set
+from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
@@ -73,13 +73,13 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, glob
 @PACKINGS
 def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeypatch):
     """Also with empty or odd documents, small blocks, and chunks of another size after the resume."""
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 8)
-    monkeypatch.setattr(documents, "CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 8)
+    monkeypatch.setattr(streams, "CHUNK_DOCUMENTS", 3)
     cfg, source = config(packing=packing), MemorySource([*corpus(2, 30), ["", *NASTY, "some text"] * 2])
     steps = 24  # more than an epoch of each stream
     undisturbed = global_batches(cfg, source, TOKENIZER, 1, steps)
     assert min(position[0] for position in undisturbed[-1][3].values()) >= 1
-    monkeypatch.setattr(documents, "CHUNK_DOCUMENTS", 5)
+    monkeypatch.setattr(streams, "CHUNK_DOCUMENTS", 5)
     for k in range(1, steps):
         state = undisturbed[k - 1][3]
         once = global_batches(cfg, source, TOKENIZER, (1, 2, 4, 8)[k % 4], min(3, steps - k), state)

@@ -18,9 +18,8 @@ from data_corpus import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlr_pretrain.data import documents
-from dlr_pretrain.data.order import cut, permutation
-from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.data import streams as streaming
+from dlr_pretrain.data.streams import DocumentStream, Position, cut, permutation
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
@@ -170,7 +169,7 @@ def test_shards_of_almost_one_size_are_read_by_one_stream_each(streams):
 
 
 def test_each_epoch_stream_and_seed_has_its_own_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 16)
     for source in (MemorySource(corpus(6, 50)), tokens_of(tmp_path, corpus(6, 50))):
         first, second = epochs(source, 0, 1, 2)
         assert first != second and sorted(first) == sorted(second)
@@ -182,13 +181,13 @@ def test_each_epoch_stream_and_seed_has_its_own_order(tmp_path, monkeypatch):
 
 def test_documents_are_shuffled_within_their_block(monkeypatch):
     """Documents or characters end a block."""
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 16)
     texts = corpus(1, 40)
     (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
     for start in (0, 16, 32):
         block = epoch[start : start + 16]
         assert sorted(block) == expected(texts[0][start : start + 16]) and block != sorted(block)
-    monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(streaming, "BLOCK_CHARACTERS", 1000)
     texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
     chunks = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1, True).chunks(Position())
     assert {p.row for p, _ in takewhile(lambda chunk: chunk[0].epoch == 0, chunks)} == {0, 4, 8, 12, 16}
@@ -196,7 +195,7 @@ def test_documents_are_shuffled_within_their_block(monkeypatch):
 
 def test_tokens_are_shuffled_across_the_whole_share(tmp_path, monkeypatch):
     """The few documents of a small file are spread over the share."""
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 16)
     texts = corpus(2, 200)
     texts[1] = texts[1][:20]
     (epoch,) = epochs(tokens_of(tmp_path, texts), 0, 1, 1)

@@ -18,7 +18,7 @@ import tokenizers.pre_tokenizers
 import torch
 from data_corpus import NASTY, PACKINGS, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, prepare, validation_set
+from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, prepare, streams, validation_set
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
@@ -61,7 +61,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @PACKINGS
 def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
     keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
     own = {"data__root": root, "data__cache": tmp_path / "cache", "tokenizer__path": model}
     cfg, source, tokenizer = opened(make_config(**own, **keys))
