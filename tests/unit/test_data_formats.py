@@ -153,7 +153,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, suffix, by_paragraph)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_bad_rows_skip_does_not_hide_another_encoding(tmp_path, suffix):
+def test_skipping_rows_does_not_hide_another_encoding(tmp_path, suffix):
     written(tmp_path, suffix, [FRENCH[1].encode("cp1252")] * 50)
     with pytest.raises(UserError, match="probably cp1252") as caught:
         list(open_source(make_config("local", data__root=tmp_path, data__bad_rows="skip")).read(f"a{suffix}"))
