@@ -1,1 +1,1 @@
-"""Measurements of the framework, which are no part of its library: ``python -m benchmarks --help``."""
+"""Benchmarks of the framework, outside its library: ``python -m benchmarks --help``."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks step scale=60m backbone=cola train.global_batch=8
 
-Overrides are those of train.py. Where none names them, data=sample (needs no download) and logger=jsonl are added.
+Overrides are those of train.py. data=sample, which needs no download, and logger=jsonl are the defaults.
 """
 
 from __future__ import annotations
@@ -25,122 +25,117 @@ from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
-ENOUGH = 6  # rounds, of which an interval exists
+ENOUGH = 6  # rounds, the fewest that give an interval
 PARTS = {
     "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
-    "compare": "a training step beside those of each --peer",
-    "data": "batches of the given source, and its resume, on one core",
-    "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
+    "compare": "a training step of ours beside those of each --peer",
+    "data": "batches from the given source, and its resume, on one core",
+    "memory": "peak memory of a step beside the plan's, for each --variant, by default each kind of checkpointing",
     "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
 }
 if TYPE_CHECKING:
     from benchmarks.peers import Peer
 
-Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
-Keep = Callable[[dict], None]  # writes the results so far
+Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether all losses agree
+Keep = Callable[[dict], None]  # saves the results so far
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:8} {doc}" for name, doc in PARTS.items())
-    form = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser("python -m benchmarks", description=f"{__doc__}\n{listed}", formatter_class=form)
-    made.add_argument("part", choices=PARTS)
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of train.py")
-    made.add_argument("--variant", action="append", default=[], metavar="OVERRIDES", help="step, memory: repeatable")
-    made.add_argument("--peer", action="append", default=[], metavar="FILE[:FUNCTION]", help="compare: repeatable")
-    made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
-    made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
-    made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
-    made.add_argument("--json", type=Path, help="write everything to this file, too, as it is measured")
-    made.add_argument(
-        "--no-parity",
-        action="store_true",
-        help="step, compare: time first, unchecked; then compare the losses, or the same command does it again later",
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=f"{__doc__}\n{listed}", formatter_class=formatter
     )
-    made.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="of --no-parity: compare the losses now only if the times took less",
-    )
-    made.add_argument("--trace", action="store_true", help="step, compare: trace one more step of each on a GPU")
-    return made
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of train.py")
+    parser.add_argument("--variant", action="append", default=[], metavar="OVERRIDES", help="step, memory: repeatable")
+    parser.add_argument("--peer", action="append", default=[], metavar="FILE[:FUNCTION]", help="compare: repeatable")
+    parser.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them (10)")
+    parser.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
+    parser.add_argument("--json", type=Path, help="also write everything to this file, as it is measured")
+    first = "step, compare: time first, then compare the losses; the same command resumes where it was cut off"
+    parser.add_argument("--no-parity", action="store_true", help=first)
+    now = "with --no-parity: compare the losses now only if the times took less than this"
+    parser.add_argument("--seconds", type=float, default=math.inf, help=now)
+    parser.add_argument("--trace", action="store_true", help="step, compare: trace one more step of each on a GPU")
+    return parser
 
 
-def step(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+def step(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     from benchmarks import variants
 
-    names = given.variant or (DLR if cfg.backbone.factorized else [""])
+    names = args.variant or (DLR if cfg.backbone.factorized else [""])
     chosen = {name or "step": variants.joined(overrides, name.split()) for name in names}
-    return steps(given, chosen, [], keep)
+    return steps(args, chosen, [], keep)
 
 
-def compare(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+def compare(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     from benchmarks import peers
 
-    if not given.peer:
+    if not args.peer:
         raise ConfigError([Problem("--peer", MISSING, "must be given", "The adapters are in benchmarks/adapters")])
-    if not isinstance(cfg.train.micro_batch, int):  # a peer does not split a batch
+    if not isinstance(cfg.train.micro_batch, int):  # a peer does not split its batch
         overrides = [*overrides, f"train.micro_batch={cfg.train.global_batch}"]
-    return steps(given, {"ours": overrides}, [peers.Peer(place, cfg.scale.name) for place in given.peer], keep)
+    return steps(args, {"ours": overrides}, [peers.Peer(place, cfg.scale.name) for place in args.peer], keep)
 
 
-def steps(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer], keep: Keep) -> Measured:
+def steps(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Peer], keep: Keep) -> Measured:
     from benchmarks import step
 
-    began, timed = time.monotonic(), unchecked(given, chosen, beside)
-    before = timed | {"checked_at": git_state()} if timed else {}  # the times keep their commit and machine
+    began, timed = time.monotonic(), unchecked(args, chosen, peers)
+    before = timed | {"checked_at": git_state()} if timed else {}  # the commit and machine of the times are kept
     found = before | step.measure(
         chosen,
-        beside,
-        given.rounds,
-        given.warmup,
+        peers,
+        args.rounds,
+        args.warmup,
         keep=lambda found: keep(before | found),
-        times_first=given.no_parity,
-        may_check=lambda: time.monotonic() - began < given.seconds,
+        times_first=args.no_parity,
+        may_check=lambda: time.monotonic() - began < args.seconds,
         timed=timed,
-        trace=given.trace,
+        trace=args.trace,
     )
-    verdicts = [v["parity"] for v in found["variants"] if v["overrides"] or given.part == "step"]
-    right = all(v["passes"] for v in verdicts if v) and (given.no_parity or None not in verdicts)
+    verdicts = [v["parity"] for v in found["variants"] if v["overrides"] or args.part == "step"]
+    right = all(v["passes"] for v in verdicts if v) and (args.no_parity or None not in verdicts)
     return found, results.STEPS, right
 
 
-def unchecked(given: argparse.Namespace, chosen: dict[str, list[str]], beside: list[Peer]) -> dict | None:
-    """What the same command has measured before without a check of its losses, if it was enough to be kept."""
-    if not (given.no_parity and given.json and given.json.exists()):
+def unchecked(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Peer]) -> dict | None:
+    """The earlier results of the same command whose losses are unchecked, if they have enough rounds to keep."""
+    if not (args.no_parity and args.json and args.json.exists()):
         return None
-    found = json.loads(given.json.read_text())
-    asked = chosen | {peer.name: None for peer in beside}
+    found = json.loads(args.json.read_text())
+    asked = chosen | {peer.name: None for peer in peers}
     rows = {v["name"]: v for v in found["variants"] if not v["name"].endswith(results.NOISE)}
     if {name: row["overrides"] for name, row in rows.items()} != asked:
         return None
     rounds = len(rows[next(iter(chosen))]["seconds"])
-    return found if rounds >= min(ENOUGH, given.rounds) else None
+    return found if rounds >= min(ENOUGH, args.rounds) else None
 
 
-def memory(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+def memory(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     from benchmarks import isolated, variants
     from dlr_pretrain.train.micro_batch import planned_memory
 
-    chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
-    configs = {name: variants.compose(of)[0] for name, of in chosen.items()}
+    chosen = {name: variants.joined(overrides, name.split()) for name in args.variant or KEPT}
+    configs = {name: variants.compose(words)[0] for name, words in chosen.items()}
     plans = {name: planned_memory(cfg, cfg.planned_vocab_size, ranks=1) for name, cfg in configs.items()}
     found: dict = {"variants": []}
-    for name, of in chosen.items():
-        found["variants"].append({"name": name, "overrides": of, "plan": plans[name]} | isolated.isolated(of))
+    for name, words in chosen.items():
+        found["variants"].append({"name": name, "overrides": words, "plan": plans[name]} | isolated.isolated(words))
         keep(found)
     return found, results.MEMORY, True
 
 
-def card(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+def card(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     import torch
 
     from benchmarks import card, variants
     from dlr_pretrain.train.ranks import Ranks
     from dlr_pretrain.util.tensors import WORKING_DTYPE
 
-    configs = [variants.compose(variants.joined(overrides, name.split()))[0] for name in given.variant or [""]]
+    configs = [variants.compose(variants.joined(overrides, name.split()))[0] for name in args.variant or [""]]
     dtype = WORKING_DTYPE[cfg.precision.name]
     with Ranks(cfg) as ranks:
         ranks.use_device()
@@ -152,35 +147,35 @@ def card(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Kee
     return found, results.CARD, True
 
 
-def data(given: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+def data(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
     from benchmarks import data
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the whole measurement on one core
-    batch = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": given.rounds}
-    return {"batch": batch, "variants": list(data.measures(cfg, given.tokens, given.rounds))}, results.DATA, True
+    batch = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": args.rounds}
+    return {"batch": batch, "variants": list(data.measures(cfg, args.tokens, args.rounds))}, results.DATA, True
 
 
-def measure(given: argparse.Namespace) -> int:
-    """Measure ``given.part``, print and write what was found, and return the exit code."""
-    named = {word.lstrip("+").partition("=")[0] for word in given.overrides}
+def measure(args: argparse.Namespace) -> int:
+    """Measure ``args.part``, print and save the results, and return the exit code."""
+    named = {word.lstrip("+").partition("=")[0] for word in args.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
-    overrides = given.overrides if "experiment" in named else [*usual, *given.overrides]
-    part = {"step": step, "compare": compare, "data": data, "memory": memory, "card": card}[given.part]
+    overrides = args.overrides if "experiment" in named else [*usual, *args.overrides]
+    part = {"step": step, "compare": compare, "data": data, "memory": memory, "card": card}[args.part]
     about = results.about()
 
     def keep(found: dict) -> None:
-        if given.json:
-            results.save(about | found, given.json)
+        if args.json:
+            results.save(about | found, args.json)
 
-    found, columns, right = part(given, overrides, load(overrides), keep)
-    results.write(about | found, f"{given.part} {' '.join(overrides)}", columns, given.json)
+    found, columns, right = part(args, overrides, load(overrides), keep)
+    results.write(about | found, f"{args.part} {' '.join(overrides)}", columns, args.json)
     return 0 if right else EXIT_FAILED
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = parser().parse_intermixed_args(argv)
-    return command(lambda: measure(given))
+    args = build_parser().parse_intermixed_args(argv)
+    return command(lambda: measure(args))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a GPU reaches: its clocks and power under load, the products of an update, and attention, each by itself.
+"""Measures what a GPU reaches: its clocks and power under load, and the products and attention of an update, alone.
 
-The products are those of one block, forward and backward: of each layer's A and B the output, the gradient of the input
-and that of the weight. ``Layer.shared`` and ``Layer.batched`` say how a layer multiplies.
+The products are those of one block, forward and backward: for each layer's A and B, the output, the gradient of the
+input and that of the weight. ``Layer.shared`` and ``Layer.batched`` define how a layer multiplies.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dlr_pretrain.util.errors import first_line
 LARGE = 8192
 POSITIONS = (4_096, 16_384, 131_072)
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-ATTENTION |= {"bias": SDPBackend.EFFICIENT_ATTENTION}  # what document masks need
+ATTENTION |= {"bias": SDPBackend.EFFICIENT_ATTENTION}  # document masks need a bias
 STATE = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_version"
 
 
 def everything(configs: list[Config], device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
-    """The rows of all that this file measures, for the layers, the heads and the batch of each of ``configs``."""
+    """Yields every row of this file, for the layers, the heads and the batch of each of ``configs``."""
     yield from under_load(device, dtype)
     for cfg in configs:
         yield from products(cfg, device, dtype, POSITIONS)
@@ -41,7 +41,7 @@ def everything(configs: list[Config], device: torch.device, dtype: torch.dtype) 
 
 
 def under_load(device: torch.device, dtype: torch.dtype, size: int = LARGE) -> Iterator[dict]:
-    """A product of ``size``^3 and a copy, repeated for a second or two; and the card's state in the middle of it."""
+    """Yields a product of ``size``^3 with the card's state under its load, which lasts a second or two, and a copy."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     many = [row_of(f"{size}^3", 2 * size**3, lambda: a @ b, device) for _ in range(3)]
     state = {}
@@ -60,7 +60,7 @@ def under_load(device: torch.device, dtype: torch.dtype, size: int = LARGE) -> I
 
 
 def products(cfg: Config, device: torch.device, dtype: torch.dtype, positions: tuple[int, ...]) -> Iterator[dict]:
-    """The products of one block of ``cfg``, for each number of ``positions``."""
+    """Yields the products of one block of ``cfg``, for each number of ``positions``."""
     layers = dict(named_layers(build_model(cfg, cfg.planned_vocab_size, torch.device("meta"), dtype).model.layers[0]))
     for m in positions:
         for layer in layers.values():
@@ -72,7 +72,7 @@ def products(cfg: Config, device: torch.device, dtype: torch.dtype, positions: t
 def multiplications(
     layer: Layer, m: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, Callable]]:
-    """What a factorised layer computes for ``m`` positions: name, FLOPs, and the product itself."""
+    """Yields the products of a factorised layer for ``m`` positions: name, FLOPs, and a function that computes it."""
 
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -90,7 +90,7 @@ def multiplications(
 
 
 def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
-    """Causal attention of [rows, heads, positions, width], forward and backward, by each kernel that can."""
+    """Yields causal attention of ``shape`` [rows, heads, positions, width], forward and backward, by each kernel."""
     rows, _, length, _ = shape
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
@@ -102,24 +102,24 @@ def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: tor
         def act(how=how):
             torch.autograd.grad(scaled_dot_product_attention(q, k, v, **how), (q, k, v), grad)
 
-        flops = 7 * q.numel() * length  # half of the products of every pair: 2 forward, 5 backward
+        flops = 7 * q.numel() * length  # half of 7 products over all pairs of positions: 2 forward, 5 backward
         row = {"name": f"attention {list(shape)}, {name}"}
         if kernel == SDPBackend.CUDNN_ATTENTION and os.environ.get("GPU_REHEARSAL"):
-            yield row | {"error": "cuDNN ends a process that has no GPU"}
+            yield row | {"error": "cuDNN ends a process without a GPU"}
             continue
         try:
             with sdpa_kernel(kernel):
                 yield row_of(row["name"], flops, act, device)
-        except RuntimeError as error:  # this kernel does not take the shape, the dtype or the device
+        except RuntimeError as error:  # the kernel does not support the shape, the dtype or the device
             yield row | {"error": first_line(error)}
 
 
-def row_of(name: str, flops: int, act: Callable[[], object], device: torch.device) -> dict:
-    """The median time of ``act`` in ten batches of ten, after one."""
+def row_of(name: str, flops: int, action: Callable[[], object], device: torch.device) -> dict:
+    """The row of ``action``: its median time over ten batches of ten calls, after one for warm-up."""
 
     def ten() -> None:
         for _ in range(10):
-            act()
+            action()
 
     times = [seconds(ten, device) / 10 for _ in range(11)][1:]
     return {"name": name, "ms": 1e3 * median(times), "flops_per_second": flops / median(times)}

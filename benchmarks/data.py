@@ -1,6 +1,6 @@
-"""How fast batches come from a data source, on one core, and how soon after a resume there.
+"""Measures how fast a data source yields batches on one core, and how long the first batch takes after a resume.
 
-Rates are given by wall-clock time and by processor time, which is steadier on a machine that others use as well.
+Rates are given by wall-clock time and by processor time, which varies less on a shared machine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dlr_pretrain.data.tokenizer import open_tokenizer
 
 
 def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
-    """Each quantity: name, unit, the values of the rounds, and the same by processor time. A round takes ``tokens``
-    real tokens; the resumes are where the last one ended."""
+    """Yields each quantity: its name, its unit, and its value in each round, by wall-clock and by processor time. A
+    round takes ``tokens`` real tokens; resumes start where the last round ended."""
     text = open_source(cfg, print)
     tokenizer = open_tokenizer(cfg, text)
     source = tokenised_once(text, tokenizer, cfg.num_streams, print)
     by_clock, by_processor, resumed = [], [], []
     with closing(TrainLoader(cfg, source, tokenizer, 0, 1, None)) as batches:
         for _ in range(rounds):
-            for _ in range(PREFETCHED_BATCHES + 1):  # were read ahead, and must not count
+            for _ in range(PREFETCHED_BATCHES + 1):  # these were read ahead, before the clock starts
                 next(batches)
             wall, busy, taken = time.perf_counter(), time.process_time(), 0
             while taken < tokens:

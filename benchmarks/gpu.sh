@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# The GPU programme in slices of at most thirteen minutes, each of which leaves results wherever it is cut off.
+# The GPU programme, in slices of at most thirteen minutes. A slice that is cut off keeps its results so far.
 #
-#   benchmarks/gpu.sh pack DIR             what a machine without a network needs: wheels, peers' code, tokens
-#   benchmarks/gpu.sh OUT SLICE ...        a b c d e f, in the order of their worth; results in OUT/SLICE
-#   benchmarks/gpu.sh OUT list             their commands
-#   python -m benchmarks.page OUT          benchmarks/gpu.md, from the results
+#   benchmarks/gpu.sh pack DIR             packs what a machine without a network needs: wheels, peers' code, tokens
+#   benchmarks/gpu.sh OUT SLICE ...        runs slices a b c d e f, the most important first; results in OUT/SLICE
+#   benchmarks/gpu.sh OUT list             lists their commands
+#   python -m benchmarks.page OUT          writes benchmarks/gpu.md from the results
 #
-# The same command goes on where it was cut off: what is in OUT/SLICE/done is left out. A slice times everything first,
-# and compares losses with the minutes that are left (`--no-parity`). LIMIT is the seconds that a slice may take, where
-# they are fewer than its own. PYTHON is the interpreter. PACK is a folder of `pack` (default results/pack). Without one,
-# PEERS_DIR holds checkouts of CoLA and DLR, TF448 a folder with transformers 4.48 for CoLA's code, and TOKENS a folder
-# of prepare_data.py. What lacks one of them says so, and is left out.
-# GPU_REHEARSAL=1 makes it all small, for a stand-in device: no number of it means anything.
+# The same command continues where it was cut off, and skips what OUT/SLICE/done lists. A slice times everything first,
+# and compares losses in the minutes that are left (`--no-parity`). LIMIT lowers the seconds that a slice may take.
+# PYTHON is the interpreter. PACK is a folder that `pack` wrote (default results/pack). Without one, PEERS_DIR has
+# checkouts of CoLA and DLR, TF448 a folder with transformers 4.48 for CoLA's code, and TOKENS a folder of
+# prepare_data.py. A measurement that lacks one of them is skipped with a message.
+# GPU_REHEARSAL=1 makes everything small, for a stand-in device: its numbers mean nothing.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 adapter=benchmarks/adapters
 
-pack() { # folder: wheels of what such a machine may lack, for its Python (PACK_PYTHON), and what PEERS_DIR and TOKENS hold
+pack() { # folder: wheels for the machine's Python (PACK_PYTHON), and copies of PEERS_DIR and TOKENS
   local into=$1 from=(--quiet --no-deps --only-binary=:all: --python-version "${PACK_PYTHON:-3.12}" --implementation cp)
   local tag
   for tag in manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64; do from+=(--platform "$tag"); done
@@ -40,7 +40,7 @@ pack() { # folder: wheels of what such a machine may lack, for its Python (PACK_
   echo "slice a, c, d take wheels along; b also tf448 and peers; e and f wheels and tokens.tar.xz"
 }
 
-unpack() { # from PACK to a folder of this machine, once
+unpack() { # PACK to a folder of this machine, once
   local pack=${PACK:-results/pack} into
   [ -d "$pack" ] || return 0
   into=${TMPDIR:-/tmp}/dlr_pretrain_pack.$UID
@@ -56,7 +56,7 @@ unpack() { # from PACK to a folder of this machine, once
   if [ -e "$pack/tokens.tar.xz" ] && [ ! -d "$TOKENS" ]; then mkdir "$TOKENS" && tar xJf "$pack/tokens.tar.xz" -C "$TOKENS"; fi
 }
 
-limited() { # name, most seconds, command: its output goes to the slice's log; in `list` it is shown only
+limited() { # name, most seconds, command: logs its output in the slice's log; in `list` only prints it
   local name=$1 most=$2 code=0 left start=$SECONDS
   shift 2
   if [ "$stage" = list ]; then
@@ -79,7 +79,7 @@ limited() { # name, most seconds, command: its output goes to the slice's log; i
 
 ended() { [ -e "$out/$slice/done" ] && grep -qx "$1" "$out/$slice/done"; } # name
 
-once() { # name, most seconds, command: left out where it has succeeded
+once() { # name, most seconds, command: skipped if it has succeeded
   if [ "$stage" = check ] || ended "$1"; then return; fi
   if limited "$@"; then echo "$1" >>"$out/$slice/done"; fi
 }
@@ -91,7 +91,7 @@ bench() { # name, most seconds, arguments of benchmarks
   step | compare)
     line+=(--no-parity "${rounds[@]}" "${trace[@]}")
     if ended "$name"; then return; fi
-    if [ "$stage" = check ]; then # repeats what has too few rounds, too
+    if [ "$stage" = check ]; then # also repeats times with too few rounds
       if limited "$name-parity" "$most" "${line[@]}"; then echo "$name" >>"$out/$slice/done"; fi
     elif [ ! -e "$result" ]; then
       limited "$name" "$most" "${line[@]}" --seconds 0
@@ -146,7 +146,7 @@ slice_c() {
     tests/gpu "${collect[@]}"
 }
 
-slice_d() { # the host may set the pace of few sequences
+slice_d() { # few sequences, where the host may limit the speed
   local few=(scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "train.micro_batch=$few_1b")
   local scales=(backbone=cola dlr=on "$compiled" "train.global_batch=$few_1b" "train.micro_batch=$few_1b" "${few_layers[@]}"
     --variant scale=60m --variant scale=350m --variant scale=1b)
@@ -160,7 +160,7 @@ slice_d() { # the host may set the pace of few sequences
     "train.micro_batch=$few_60m" "${few_layers[@]}" --variant "$compiled" --variant "$autotune"
 }
 
-trained() { # backbones: runs with and without DLR, two rates, two seeds; the first seed of everything comes first
+trained() { # backbones: runs with and without DLR, at two rates, with two seeds; the first seed's runs come first
   local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$1
   local text=(experiment=evidence_60m "data.root=${TOKENS:-TOKENS}")
   if [ "$stage" = times ] && [ ! -d "${TOKENS:-}" ]; then
@@ -180,17 +180,17 @@ trained() { # backbones: runs with and without DLR, two rates, two seeds; the fi
 
 packing() { while sleep 10; do packed "$1"; done; } # folder of runs
 
-packed() { # folder of runs: their records, whole at any time
+packed() { # folder of runs: packs their records; the archive is whole at any time
   if [ "$stage" = list ] || [ ! -d "$1" ]; then return; fi
   (cd "$1" && find . \( -name metrics.jsonl -o -name config.yaml -o -name manifest.json \) -print0) |
     tar czf "$out/$slice/runs.tmp" -C "$1" --null -T - 2>/dev/null && mv "$out/$slice/runs.tmp" "$out/$slice/runs.tgz"
 }
 
-# 16 runs of 280 updates are 587M tokens: 8 minutes at 1.2 million tokens/s. STEPS is what slice a allows.
+# 16 runs of 280 updates are 587M tokens: 8 minutes at 1.2 million tokens/s. Choose STEPS by the speed in slice a.
 slice_e() { trained cola,lowrank; }
 slice_f() { JOBS=${JOBS:-6} trained lost,lax,cola_lax; }
 
-main() { # is read whole before it begins, so that an edit of this file does not change a running one
+main() { # bash reads it whole before it runs, so an edit of this file does not change a running script
   if [ "${1:-}" = pack ]; then pack "${2:?usage: benchmarks/gpu.sh pack DIR}" && exit; exit 1; fi
   out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
   shift
@@ -201,7 +201,7 @@ main() { # is read whole before it begins, so that an edit of this file does not
   if [ -n "${GPU_REHEARSAL:-}" ]; then
     rows_60m=4 few_60m=2 rows_1b=4 few_1b=2 rows_7b=2 compiled=${REHEARSED_COMPILE:-compile=false} autotune=$compiled
     few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
-    trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in has not
+    trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in device does not compute
     small=("${few_layers[@]}" "$compiled")
     tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
       train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)

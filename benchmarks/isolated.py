@@ -1,4 +1,4 @@
-"""Measures a few steps in a process of their own: how much memory they take, and how long the first one compiles.
+"""Measures the peak memory of a step and the compile time of the first one, in a new process.
 
 ``python -m benchmarks.isolated scale=60m backbone=cola`` prints the JSON that ``isolated`` returns.
 """
@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from dlr_pretrain.util.errors import UserError, command
 
 
 def main(overrides: list[str]) -> None:
-    """Make a few steps and print the seconds of the first and of a later one, and the peak bytes of tensors."""
+    """Run a few steps, and print the seconds of the first and of a later one, and the peak bytes of tensors."""
     cfg, by_branch = compose(overrides)
     with Ranks(cfg) as ranks:
         ranks.use_device()
@@ -42,13 +43,13 @@ def main(overrides: list[str]) -> None:
     print(json.dumps({"first_step_s": first, "step_s": min(later), "peak": peak}))
 
 
-def peak_on_cpu(act) -> int:
-    """Bytes of all tensors that exist now, and the most that torch allocates beyond them during ``act``."""
+def peak_on_cpu(action: Callable[[], object]) -> int:
+    """The bytes of all tensors that exist now, plus the most that torch allocates beyond them during ``action``."""
     gc.collect()
     storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, Parameter))
     now = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        act()
+        action()
     with tempfile.TemporaryDirectory() as scratch:
         seen.export_chrome_trace(str(trace := Path(scratch, "trace.json")))
         events = json.loads(trace.read_text())["traceEvents"]
@@ -60,7 +61,7 @@ def isolated(overrides: list[str]) -> dict:
     line = [sys.executable, "-m", "benchmarks.isolated", *overrides]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{' '.join(overrides)}: no step was made. {done.stderr.strip()[-2000:]}")
+        raise UserError(f"{' '.join(overrides)}: the measurement failed. {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

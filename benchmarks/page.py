@@ -1,10 +1,10 @@
-"""Writes benchmarks/gpu.md, what was measured on a GPU, from the results of ``gpu.sh``.
+"""Writes benchmarks/gpu.md, the page of GPU results, from the results of ``gpu.sh``.
 
-    python -m benchmarks.page results/gpu     # gpu.jsonl.gz from that folder, and the page from it
-    python -m benchmarks.page                 # the page again
+    python -m benchmarks.page results/gpu     # adds that folder to gpu.jsonl.gz, and writes the page from it
+    python -m benchmarks.page                 # writes the page again
 
-The table of results has a line for each: its slice, its name, and what ``--json`` wrote. Results that the folder lacks
-stay as they were. Of the runs of slices e and f it has the configuration that varies, and the evaluations.
+Each line of gpu.jsonl.gz is a result: its slice, its name, and what ``--json`` wrote. A result that the folder lacks is
+kept. For the runs of slices e and f the line has the settings that vary and the evaluations.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ SLICES = {
 HEAD = """# What was measured on a GPU
 
 `python -m benchmarks.page` writes this page from `gpu.jsonl.gz`; `benchmarks/gpu.sh` measures. [Benchmarks](README.md)
-says how, and what was expected. A row that says *unchecked* has times whose losses were not compared yet.
+explains how, and what was expected. In a row marked *unchecked*, the losses have not been compared yet.
 """
 
 
 def collected(folder: Path) -> Iterator[dict]:
     for piece in sorted(folder.glob("[a-f]/*.json")):
         found = json.loads(piece.read_text())
-        found["command"] = re.sub(r" --json \S+", "", found["command"])  # names a folder of that machine
+        found["command"] = re.sub(r" --json \S+", "", found["command"])  # the path means nothing on another machine
         yield {"slice": piece.parent.name, "name": piece.stem} | found
     for archive in sorted(folder.glob("[ef]/runs.tgz")):
         yield {"slice": archive.parent.name, "name": "runs", "runs": list(runs_in(archive))}
 
 
 def runs_in(archive: Path) -> Iterator[dict]:
-    """What the runs of an archive have reached."""
+    """Yields the settings and evaluation losses of each run in an archive."""
     with tarfile.open(archive) as files:
         for member in sorted(files.getnames()):
             if not member.endswith("/metrics.jsonl"):
@@ -84,7 +84,7 @@ def page(found: Sequence[dict]) -> str:
 
 
 def section(name: str, line: dict) -> str:
-    """A result with its command, machine, versions and commit."""
+    """The Markdown of one result, with its command, machine, versions and commit."""
     if "runs" in line:
         return losses(line["runs"])
     part = line["command"].split()[3]
@@ -106,7 +106,7 @@ def section(name: str, line: dict) -> str:
 
 
 def products(rows: list[dict]) -> str:
-    """TFLOP/s of each product, a column for each number of positions."""
+    """The TFLOP/s of each product, with a column for each number of positions."""
     counts = sorted({row["positions"] for row in rows})
     speed = {(row["name"], row["positions"]): f"{row['flops_per_second'] / 1e12:.4g}" for row in rows}
     names = dict.fromkeys(row["name"] for row in rows)
@@ -115,7 +115,7 @@ def products(rows: list[dict]) -> str:
 
 
 def losses(runs: list[dict]) -> str:
-    """The losses of pairs with and without DLR, at the last evaluation that both of a pair have."""
+    """The losses of each pair of runs with and without DLR, at the last evaluation that both have."""
     by_key = {(*run["method"], run["lr"], run["seed"]): dict(run["losses"]) for run in runs}
     groups: dict[tuple, list[tuple]] = {}
     for (backbone, dlr, lr, seed), off in by_key.items():
@@ -144,12 +144,12 @@ def read(table: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__.partition("\n")[0])
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="of results of gpu.sh, to be added to the table")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="of results of gpu.sh, to add to the table")
     found = {(line["slice"], line["name"]): line for line in read(TABLE)}
     for folder in parser.parse_args().folders:
         new = {(line["slice"], line["name"]): line for line in collected(Path(folder))}
         if any("rehearsal" in line for line in new.values()):
-            sys.exit(f"error: {folder} holds a rehearsal, whose numbers mean nothing")
+            sys.exit(f"error: {folder} is a rehearsal: its numbers mean nothing")
         found |= new
     if found:
         write((found[key] for key in sorted(found)), TABLE)

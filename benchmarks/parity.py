@@ -1,9 +1,9 @@
 """The parity check: a step's time counts only if its losses agree with those of the plain model.
 
-The step and the plain form of its configuration make ``STEPS`` updates on one batch from one start. The plain form is
-eager code, with nothing recomputed, and the residual as the paper's branch (in the weights if its strength is learned).
-fp32 losses must agree to 1e-5. The bound for bf16 is ``SPREAD`` times the largest difference between plain runs that
-differ only in the rounding of their start: to the nearest, or at random.
+The step and the plain form of its configuration make ``STEPS`` updates on one batch from the same initial weights. The
+plain form is eager, recomputes nothing, and has the residual as the paper's branch (in the weights if its strength is
+learned). fp32 losses must agree to 1e-5. For bf16 the bound is ``SPREAD`` times the largest difference between plain
+runs whose initial weights differ only in rounding: to nearest, or at random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 STEPS = 20
 FP32_BOUND = 1e-5
 SPREAD = 3.0
-AT_RANDOM = (0, 1, 2)  # seeds of the starts that are rounded at random
+ROUNDING_SEEDS = (0, 1, 2)  # of the initial weights that are rounded at random
 
 
 @dataclass(frozen=True)
@@ -48,32 +48,32 @@ def losses(step: Callable[[Batch], Tensor], batch: Batch) -> list[float]:
 
 
 def difference(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference. NaN counts as the largest, so that no bound admits it."""
+    """The largest relative difference. NaN counts as the largest, and exceeds every bound."""
     pairs = zip(found, expected, strict=True)
     return max((abs(f - e) / (abs(e) or 1.0) for f, e in pairs), key=lambda d: (d != d, d))
 
 
 class References:
-    """Losses of plain runs on ``batch``; each run is made once."""
+    """The losses of plain runs on ``batch``, each of which is made once."""
 
     def __init__(self, ranks: Ranks, batch: Batch):
         self.ranks, self.batch = ranks, batch
         self.known: dict[tuple[str, int | None], list[float]] = {}
 
     def judge(self, cfg: Config, found: list[float]) -> Verdict:
-        """Compare ``found``, the losses of ``cfg``, with those of its plain form."""
+        """The verdict on ``found``, the losses of ``cfg``, against those of its plain form."""
         return Verdict("the plain model", difference(found, self.losses(cfg)), self.bound(cfg))
 
     def bound(self, cfg: Config) -> float:
-        """How far the losses of two forms of ``cfg`` may be from each other."""
+        """The largest relative difference that two forms of ``cfg`` may have."""
         if WORKING_DTYPE[cfg.precision.name] == torch.float32:
             return FP32_BOUND
-        runs = [self.losses(cfg, seed) for seed in (None, *AT_RANDOM)]
+        runs = [self.losses(cfg, seed) for seed in (None, *ROUNDING_SEEDS)]
         return SPREAD * max(difference(a, b) for a, b in combinations(runs, 2))
 
     def losses(self, cfg: Config, rounding: int | None = None) -> list[float]:
         cfg = plain(cfg)
-        key = repr(replace(cfg, run=None)), rounding  # the run's name changes no loss
+        key = repr(replace(cfg, run=None)), rounding  # the run's name does not change a loss
         if key not in self.known:
             model = plain_model(cfg, self.ranks, rounding)
             plainly = Variant("plain", cfg, self.ranks, model, by_branch=can_branch(cfg))
@@ -86,8 +86,7 @@ def plain(cfg: Config) -> Config:
 
 
 def plain_model(cfg: Config, ranks: Ranks, rounding: int | None) -> Llama:
-    """The model of ``cfg``, rounded to the nearest value of the state's dtype; with a seed ``rounding``, at random to
-    bf16 values."""
+    """The model of ``cfg``, rounded to nearest in the state's dtype, or at random to bf16 with a seed ``rounding``."""
     dtype = STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
     if rounding is not None:

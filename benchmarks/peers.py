@@ -1,13 +1,13 @@
-"""Steps of peer repositories, through the adapters in ``benchmarks/adapters``.
+"""Training steps of peer repositories, through the adapters in ``benchmarks/adapters``.
 
-An adapter is code of ours that imports the user's checkout of a peer. It is a Python file with a function
+An adapter is our code around the user's checkout of a peer: a Python file with a function
 
     build(scale, device, dtype, batch, T, compile, layers) -> object with .step(ids) -> loss
 
-``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update.
-Losses are compared: the object has ``tensors()``, which returns its parameters under our names, and may have
-``attention()``, a context in which our model computes attention as it does. The file has ``ours(scale)``, which returns
-the overrides with which we compute the same (``ours_x`` for ``build_x``, where it is there).
+``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, and none is ``PAD``. A step is a whole update. To
+compare losses, the object has ``tensors()``, which returns its parameters under our names. It may have ``attention()``,
+a context in which our model computes attention as the peer does. The file also has ``ours(scale)``, which returns the
+overrides with which we compute the same; ``build_x`` may have its own ``ours_x``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 PAD = 1
-EPS = "optimizer.eps=1e-8"  # torch's default, with which AuthorsStep updates
+EPS = "optimizer.eps=1e-8"  # torch's default, which AuthorsStep uses
 
 
 def checkout(name: str) -> str:
-    """The folder of a peer's checkout: $PEERS_DIR/name, or peers/name."""
+    """The folder of a peer's checkout: $PEERS_DIR/name, by default peers/name."""
     return os.path.join(os.environ.get("PEERS_DIR", "peers"), name)
 
 
 class Peer:
-    """An adapter, given as ``file``, or as ``file:function`` if the function is not ``build``."""
+    """An adapter, named as ``file``, or as ``file:function`` for a function other than ``build``."""
 
     def __init__(self, place: str, scale: str):
         path, _, function = place.partition(":")
@@ -63,27 +63,27 @@ class Peer:
         try:
             self.built = self.make(self.scale.upper(), *shape, bool(cfg.compile), layers=cfg.scale.num_layers)
         except ImportError as error:
-            raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by PEERS_DIR") from error
+            raise UserError(f"--peer {self.name}: {error}. Set PEERS_DIR to the folder of its checkout") from error
 
 
 def peer_ids(batch: Batch) -> Tensor:
-    """Ids [rows, T] as peers take them: every one but the first of a row is a target."""
+    """The batch as ids [rows, T], which peers take: every id but the first of a row is a target."""
     return batch.tokens[:, :-1].long()
 
 
 def as_batch(ids: Tensor) -> Batch:
-    """The inverse: T positions, T - 1 of which have a next token."""
+    """The batch for ``ids`` [rows, T], the inverse of ``peer_ids``: T - 1 of T positions have a target."""
     tokens = torch.cat((ids, ids.new_full((len(ids), 1), PAD)), dim=1).int()
     lengths = torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device=ids.device)
     return Batch(tokens, lengths, ids.numel(), {})
 
 
 class AuthorsStep:
-    """One update as the main scripts of GaLore's family write it (CoLA's among them).
+    """One update as the main scripts of GaLore and its descendants, such as CoLA, write it.
 
-    The step waits for the device to count tokens, and copies every gradient to the host for a norm that is logged. It
-    leaves attention to plain products, because these scripts forbid flash and memory-efficient attention, and the torch
-    of their time had no cuDNN attention. ``lean`` omits all three.
+    It waits for the device to count tokens, and copies every gradient to the host for a logged norm. Attention uses
+    plain products, because these scripts forbid flash and memory-efficient attention, and the torch of their time had
+    no cuDNN attention. ``lean`` omits all three.
     """
 
     def __init__(self, model: nn.Module, compile: bool, lean: bool):
@@ -95,7 +95,7 @@ class AuthorsStep:
         self.lean = lean
 
     def attention(self) -> AbstractContextManager:
-        """The kernels that attention may take here; its losses are compared with ours under the same."""
+        """The context that selects the attention kernels; our losses are computed in it, too."""
         return nullcontext() if self.lean else sdpa_kernel(SDPBackend.MATH)
 
     def step(self, ids: Tensor) -> Tensor:

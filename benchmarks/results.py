@@ -1,4 +1,4 @@
-"""Results as Markdown and JSON: what was measured, on what, by which command."""
+"""Results as Markdown and JSON, with their command, machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlr_pretrain.train.record import git_state, versions
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import markdown_table
 
-NOISE = ", once more"  # in the name of a row: the first variant, measured a second time
+NOISE = ", once more"  # suffix of the row of the first variant's second measurement
 Columns = Mapping[str, Callable[[dict], str | bool | None]]
 
 
@@ -48,13 +48,13 @@ def write(found: dict, title: str, columns: Columns, file: Path | None) -> None:
 
 
 def save(found: dict, file: Path) -> None:
-    """Write ``found``: whoever is killed meanwhile leaves the old or the new results, whole."""
+    """Write ``found``. A kill leaves either the old results or the new ones, whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_durably(file, json.dumps(found, indent=1) + "\n")
 
 
 def table(columns: Columns, variants: Sequence[dict]) -> str:
-    """A Markdown table without the columns that have no value."""
+    """A Markdown table of ``variants``, without empty columns."""
     filled = {name: [cell(variant) or "" for variant in variants] for name, cell in columns.items()}
     filled = {name: cells for name, cells in filled.items() if any(cells)}
     return markdown_table([*filled], zip(*filled.values(), strict=True), right=range(1, len(filled)))
@@ -79,7 +79,7 @@ def share(variant: dict, peak: str) -> str | None:
     return found and f"{100 * found:.1f}%"
 
 
-STEPS: Columns = {  # ratio: seconds over the first variant's of the same round, median [95 % interval]
+STEPS: Columns = {  # ratio: median [95 % interval] of the seconds over the first variant's in the same round
     "variant": lambda v: v["name"],
     "ms/step": lambda v: "ms" in v and f"{v['ms']:.4g}",
     "ratio": ratio,
@@ -87,7 +87,7 @@ STEPS: Columns = {  # ratio: seconds over the first variant's of the same round,
     "MFU, data sheet": lambda v: share(v, "datasheet"),
     "MFU, large products": lambda v: share(v, "measured"),
     "device busy": lambda v: "traced" in v and f"{v['traced']['busy_ms']:.4g} of {v['traced']['ms']:.4g} ms",
-    "parity / bound": parity,  # largest relative difference of a loss in 20 updates
+    "parity / bound": parity,  # the largest relative difference of a loss in 20 updates
 }
 MEMORY: Columns = {
     "variant": lambda v: v["name"],

@@ -1,4 +1,4 @@
-"""Measures training steps of several variants side by side, and beside steps of peers."""
+"""Times training steps of several variants against each other and against the steps of peers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 
 class Comparison:
-    """Variants of ours and steps of peers that take turns on one batch. ``keep`` is given the results whenever there is
-    something new: after each round of times, after each check."""
+    """Our variants and the steps of peers, which take turns on one batch. ``keep`` is called after every new result: a
+    round of times, or a comparison of losses."""
 
     def __init__(self, overrides: dict[str, list[str]], peers: list[Peer], ranks: Ranks, configs: dict[str, Config]):
         self.overrides, self.peers, self.ranks, self.configs = overrides, peers, ranks, configs
@@ -35,14 +35,14 @@ class Comparison:
         if peers:
             self.batch = as_batch(peer_ids(self.batch))
         self.built: dict[str, Variant] = {}
-        self.rows: dict[str, dict] = {}
-        self.verdicts: dict[str, dict] = {}
+        rows = {name: overrides[source] for name, source in self.ours.items()} | {peer.name: None for peer in peers}
+        self.rows: dict[str, dict] = {n: {"name": n, "overrides": words, "parity": None} for n, words in rows.items()}
 
     def variant(self, name: str) -> Variant:
-        """The variant that was built, or a new one that nobody else holds."""
-        of = self.ours[name]
-        by_branch = BY_BRANCH in self.overrides[of]
-        return self.built.get(name) or Variant(name, self.configs[of], self.ranks, by_branch=by_branch)
+        """The built variant of this name, or else a new one."""
+        source = self.ours[name]
+        by_branch = BY_BRANCH in self.overrides[source]
+        return self.built.get(name) or Variant(name, self.configs[source], self.ranks, by_branch=by_branch)
 
     def build(self) -> None:
         self.built = {name: self.variant(name) for name in self.ours}
@@ -50,7 +50,7 @@ class Comparison:
             peer.build(self.cfg, self.ranks.device)
 
     def release(self) -> None:
-        """Let go of all that was built."""
+        """Free every variant and peer."""
         self.built.clear()
         for peer in self.peers:
             peer.built = None
@@ -59,59 +59,55 @@ class Comparison:
             torch.cuda.empty_cache()
 
     def time(self, rounds: int, warmup: int, may_fail: bool, trace: bool, keep: Callable[[], None]) -> None:
-        """Time what was built. A variant that ``may_fail`` and does is left out, with its error."""
+        """Time every variant and peer. With ``may_fail``, the row of one whose step fails has its error instead."""
         device, ids = self.ranks.device, peer_ids(self.batch)
-        acts: dict[str, Callable] = {name: lambda v=variant: v.step(self.batch) for name, variant in self.built.items()}
-        acts |= {peer.name: lambda p=peer: p.built.step(ids) for peer in self.peers}
-        for name in list(acts):
+        steps: dict[str, Callable] = {name: lambda v=built: v.step(self.batch) for name, built in self.built.items()}
+        steps |= {peer.name: lambda p=peer: p.built.step(ids) for peer in self.peers}
+        for name in list(steps):
             try:
-                write_to_stderr(f"first step of {name}: {seconds(acts[name], device):.1f} s")
+                write_to_stderr(f"first step of {name}: {seconds(steps[name], device):.1f} s")
             except Exception as error:
                 if not may_fail or name == self.first:
                     raise
-                self.rows[name] = self.row(name) | {"error": first_line(error)}
+                self.rows[name]["error"] = first_line(error)
                 write_to_stderr(f"{name}: {first_line(error)}")
-                del acts[name]
+                del steps[name]
                 self.built.pop(name, None)
                 gc.collect()
-        peaks = {name: utilisation(self.built[name]) for name in acts if name in self.built}
-        write_to_stderr(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
+        costs = {name: utilisation(self.built[name]) for name in steps if name in self.built}
+        write_to_stderr(f"{rounds} rounds of {len(steps)} steps, after {warmup} of each")
 
         def add(times: dict[str, list[float]]) -> None:
             for name, found in times.items():
                 median = statistics.median(found)
                 speed = self.cfg.train.global_batch * self.cfg.train.seq_len / median
-                of = peaks.get(name)
-                self.rows[name] = self.row(name) | {
+                cost = costs.get(name)  # a peer has none
+                self.rows[name] |= {
                     "seconds": found,
                     "ms": 1e3 * median,
                     "ratio": paired(found, times[self.first]),
                     "tokens_per_second": speed,
-                    **(of | {"mfu": shares(of["flops_per_token"] * speed, of["peak_flops"])} if of else {}),
+                    **(cost | {"mfu": shares(cost["flops_per_token"] * speed, cost["peak_flops"])} if cost else {}),
                 }
             last = ", ".join(f"{name} {1e3 * found[-1]:.4g}" for name, found in times.items())
             write_to_stderr(f"round {len(times[self.first])}, ms: {last}")
             keep()
 
-        interleaved(acts, warmup, rounds, device, add)
-        for name in acts if trace and device.type == "cuda" else ():
-            self.rows[name]["traced"] = traced(acts[name], device)
+        interleaved(steps, warmup, rounds, device, add)
+        for name in steps if trace and device.type == "cuda" else ():
+            self.rows[name]["traced"] = traced(steps[name], device)
             keep()
 
-    def row(self, name: str) -> dict:
-        of = self.overrides.get(name.removesuffix(NOISE))
-        return {"name": name, "overrides": of, "parity": self.verdicts.get(name)}
-
     def check(self, keep: Callable[[], None]) -> None:
-        """Compare each variant with the plain model, and each peer with our variant beside it, from its start."""
+        """Compare each variant's losses with the plain model's, and each peer's with ours from the peer's weights."""
         rows = self.cfg.train.global_batch if self.peers else parity_rows(self.configs.values())
         batch = replace(self.batch, tokens=self.batch.tokens[:rows], lengths=self.batch.lengths[:rows])
         references, ids = References(self.ranks, batch), peer_ids(batch)
-        for name in filter(self.unchecked, self.ours):
+        for name in filter(self.is_unchecked, self.ours):
             variant = self.variant(name)
             self.judge(name, references.judge(variant.cfg, losses(variant.step, batch)), keep)
         for peer in self.peers:
-            if not self.unchecked(peer.name):
+            if not self.is_unchecked(peer.name):
                 continue
             if peer.built is None:
                 peer.build(self.cfg, self.ranks.device)
@@ -123,19 +119,16 @@ class Comparison:
             found = difference(losses(lambda _, p=peer: p.built.step(ids), batch), expected)
             self.judge(peer.name, Verdict("our step", found, references.bound(variant.cfg)), keep)
 
-    def unchecked(self, name: str) -> bool:
-        row = self.rows.get(name, {})
-        return "error" not in row and not row.get("parity")
+    def is_unchecked(self, name: str) -> bool:
+        return "error" not in self.rows[name] and not self.rows[name]["parity"]
 
     def judge(self, name: str, v: Verdict, keep: Callable[[], None]) -> None:
         relation = "within" if v.passes else "NOT within"
         write_to_stderr(
             f"parity of {name}: losses {v.difference:.1e} from those of {v.reference}, {relation} {v.bound:.1e}"
         )
-        self.verdicts[name] = asdict(v) | {"passes": v.passes}
-        if name in self.rows:
-            self.rows[name] |= {"parity": self.verdicts[name]}
-            keep()
+        self.rows[name]["parity"] = asdict(v) | {"passes": v.passes}
+        keep()
 
 
 def measure(
@@ -144,23 +137,23 @@ def measure(
     rounds: int,
     warmup: int,
     *,
-    keep: Callable[[dict], object] = lambda _: None,
-    times_first: bool = False,
-    may_check: Callable[[], bool] = lambda: True,
-    timed: dict | None = None,
-    trace: bool = False,
+    keep: Callable[[dict], object],
+    times_first: bool,
+    may_check: Callable[[], bool],
+    timed: dict | None,
+    trace: bool,
 ) -> dict:
     """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs
-    twice: the second time shows the noise.
+    twice: the second row shows the noise.
 
-    Losses are compared first. With ``times_first`` they are compared after the times, from new starts, if ``may_check``
-    says so; the parity of a row is null until then. ``timed`` are the results of such a call: nothing is timed again.
-    ``keep`` is given the results so far, after each round and each comparison.
+    Losses are compared before anything is timed. With ``times_first`` they are compared afterwards, from new starts, if
+    ``may_check`` returns true; until then the parity of a row is null. ``timed`` are the results of such a call, whose
+    times are kept. ``keep`` receives the results so far after each round and each comparison.
 
     Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
     for a peer), parity, seconds of each round, ms (their median), ratio (median of its seconds over the first
-    variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token (structural), mfu by
-    the data sheet's peak and by that of large matrix products, and with ``trace`` what the device did in one more step.
+    variant's in the same round, with its 95 % interval), tokens_per_second, flops_per_token (structural), mfu by the
+    data sheet's peak and by that of large matrix products, and with ``trace`` the kernels of one more step.
     """
     twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
     configs = load_comparable(overrides | twins)
@@ -168,38 +161,38 @@ def measure(
     with Ranks(next(iter(configs.values()))) as ranks:
         ranks.use_device()
         warm_up_products(ranks.device)
-        all_of = Comparison(overrides, peers, ranks, configs)
+        comparison = Comparison(overrides, peers, ranks, configs)
         threads = f"CPU, {torch.get_num_threads()} threads"
         device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else threads
-        train = all_of.cfg.train
+        train = comparison.cfg.train
         about = {"rows": train.global_batch, "seq_len": train.seq_len, "rounds": rounds, "warmup": warmup}
 
         def found() -> dict:
-            return {"device": device, "batch": about, "variants": list(all_of.rows.values())}
+            return {"device": device, "batch": about, "variants": list(comparison.rows.values())}
 
         if timed:
-            all_of.rows = {row["name"]: row for row in timed["variants"]}
+            comparison.rows |= {row["name"]: row for row in timed["variants"]}
         else:
-            all_of.build()
+            comparison.build()
             if not times_first:
-                all_of.check(lambda: None)
+                comparison.check(lambda: None)
                 gc.collect()
-            all_of.time(rounds, warmup, times_first, trace, lambda: keep(found()))
+            comparison.time(rounds, warmup, times_first, trace, lambda: keep(found()))
         if times_first and may_check():
-            all_of.release()
-            all_of.check(lambda: keep(found()))
+            comparison.release()
+            comparison.check(lambda: keep(found()))
         return found()
 
 
 def parity_rows(configs: Iterable[Config]) -> int:
-    """Rows of the parity check: whole micro-batches of every variant, two of them if the whole batch has two."""
+    """The rows of the parity check: one whole micro-batch of every variant, or two if the batch has two."""
     configs = list(configs)
     micro = math.lcm(*(cfg.micro_batch(1) for cfg in configs))
     return 2 * micro if configs[0].train.global_batch >= 2 * micro else micro
 
 
 def utilisation(variant: Variant) -> dict:
-    """The structural FLOPs of a position, and the device's peaks in the variant's working dtype."""
+    """The structural FLOPs per token, and the device's peak FLOP/s in the variant's working dtype."""
     cfg, precision = variant.cfg, variant.cfg.precision.name
     peaks = {
         "datasheet": peak_flops(variant.device, precision),

@@ -1,4 +1,4 @@
-"""The variants of a comparison: trainers of several configurations in one process, on one batch."""
+"""The variants of a comparison: training steps of several configurations in one process, on one batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dlr_pretrain.train.trial import random_batch
 from dlr_pretrain.train.update import Update
 
 LR = 1e-3
-BY_BRANCH = "by-branch"  # among a variant's overrides: the residual is the paper's branch, which training does not have
+BY_BRANCH = "by-branch"  # a word among a variant's overrides: the residual is a branch, as in the paper
 
 
 class Variant:
-    """One configuration, with weights and an optimizer of its own. ``by_branch`` says how its residual is computed."""
+    """One configuration with its own weights and optimizer. With ``by_branch`` the residual is the paper's branch."""
 
     def __init__(self, name: str, cfg: Config, ranks: Ranks, model: Llama | None = None, by_branch: bool = False):
         self.name, self.cfg, self.device, self.steps = name, cfg, ranks.device, 0
@@ -36,13 +36,13 @@ class Variant:
         self.trainer = Update(cfg, ranks, model, new_optimizer(optimized, model))
 
     def step(self, batch: Batch) -> Tensor:
-        """Make one optimizer update; returns the loss, on the device."""
+        """Makes one optimizer update; returns the loss, on the device."""
         loss = self.trainer(batch, self.steps, LR).loss
         self.steps += 1
         return loss
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Start from ``tensors``, by their exported names; raises ValueError if the names differ."""
+        """Load ``tensors``, by their exported names. Raises ValueError if the names differ."""
         with torch.no_grad(), self.trainer.optimizer.taken_out() as values:
             own = split(self.trainer.model, values)
             if own.keys() != tensors.keys():
@@ -52,8 +52,8 @@ class Variant:
                 value.copy_(tensors[name])
 
     def clip_as_torch_does(self) -> None:
-        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU it is inexact (see ``tensors.CACHED``), and
-        moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
+        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU that norm is inexact (see
+        ``tensors.NORM_PIECE``), which changes the losses of twenty fp32 updates of 60m by up to 1e-3."""
         model, factor = self.trainer.model, self.trainer.clip_factor
 
         def by_torch(_: Tensor) -> Tensor | None:
@@ -70,10 +70,10 @@ def joined(overrides: Sequence[str], more: Sequence[str]) -> list[str]:
 
 
 def compose(overrides: list[str]) -> tuple[Config, bool]:
-    """The configuration, and whether its residual is a branch. Raises ConfigError if it has none that can be one."""
+    """The configuration, and whether its residual is a branch. Raises ConfigError if it cannot be one."""
     cfg, by_branch = load([word for word in overrides if word != BY_BRANCH]), BY_BRANCH in overrides
     if by_branch and not can_branch(cfg):
-        raise ConfigError([Problem("dlr", cfg.dlr.name, f"has no residual of fixed strength, as {BY_BRANCH} needs")])
+        raise ConfigError([Problem("dlr", cfg.dlr.name, f"{BY_BRANCH} needs a residual of fixed strength")])
     return cfg, by_branch
 
 
@@ -82,7 +82,7 @@ def can_branch(cfg: Config) -> bool:
 
 
 def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
-    """The configurations. Raises ConfigError where they cannot take turns on one batch in one process."""
+    """The configurations by name. Raises ConfigError if they cannot take turns on one batch in one process."""
     configs = {name: compose(overrides)[0] for name, overrides in variants.items()}
     first, *_ = configs.values()
     for cfg in configs.values():
@@ -100,6 +100,6 @@ def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
 
 
 def fixed_batch(cfg: Config, ranks: Ranks) -> Batch:
-    """Random tokens on the device, the same on every call."""
+    """A batch of random tokens on the device, the same on every call."""
     batch = random_batch(cfg, ranks, cfg.planned_vocab_size)
     return replace(batch, tokens=ranks.to_device(batch.tokens), lengths=ranks.to_device(batch.lengths))

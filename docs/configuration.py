@@ -15,11 +15,11 @@ from dlr_pretrain.util.text import markdown_table
 
 HEAD = """# Configuration
 
-Every key and every option (`docs/configuration.py` writes this page from the code). A key is given as
-`section.key=value`, an option of a group as `group=option`. A later word replaces an earlier one. `${{a.b}}` is the
+This page lists every key and every option (`docs/configuration.py` generates it from the code). A key is given as
+`section.key=value`, an option of a group as `group=option`; later arguments override earlier ones. `${{a.b}}` is the
 value of another key. Keys with a dot in the last column affect the mathematics of a run and cannot change when it
-resumes (`run.start_from` starts another run from it). The others may change. So may the location of text and tokenizer,
-as long as their content stays the same.
+resumes (`run.start_from` starts another run from it). The others may change, and so may the locations of text and
+tokenizer, as long as these stay the same text and tokenizer.
 
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""
 COLUMNS = ("key", "meaning", "values", "default", "")
@@ -28,7 +28,7 @@ COLUMNS = ("key", "meaning", "values", "default", "")
 def page() -> str:
     """The page as Markdown."""
     groups = ", ".join(f"[`{group}`](#{group})" for group in GROUPS if group != "experiment")
-    parts = [HEAD.format(groups=groups), "## The root", _keys("", ROOT)]
+    parts = [HEAD.format(groups=groups), "## Keys without a section", _keys("", ROOT)]
     for name, section in SECTIONS.items():
         parts.append(f"## {name}")
         if name in GROUPS:

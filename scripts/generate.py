@@ -5,7 +5,7 @@ import math
 import sys
 from pathlib import Path
 
-from dlr_pretrain.deploy.export import in_words, open_folder
+from dlr_pretrain.deploy.export import continuation, open_folder
 from dlr_pretrain.deploy.sft import prompt_of
 from dlr_pretrain.util.errors import Parser, at_least_1, command
 
@@ -38,7 +38,7 @@ def run(given: argparse.Namespace) -> None:
     for prompt in given.prompt:
         ids = tokenizer(prompt_of(prompt) if given.instruction else prompt).input_ids or [tokenizer.eos_token_id]
         written = model.generate(torch.tensor([ids], device=model.device), **how)[0].tolist()
-        print(prompt, in_words(tokenizer, ids, written)[1], sep="\n" if given.instruction else "", flush=True)
+        print(prompt, continuation(tokenizer, ids, written), sep="\n" if given.instruction else "", flush=True)
 
 
 if __name__ == "__main__":

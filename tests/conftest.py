@@ -1,4 +1,4 @@
-"""What tests share: a small corpus with its tokenizer, real data where it is, runs in this process or by torchrun."""
+"""Shared by all tests: a small corpus with its tokenizer, real data, and runs in this process or under torchrun."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices are tiny here: threads would only wait for each other
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as ``spin_briefly`` sets it
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank would wait for its parent's compile threads
 
-# Not the user's: what tests keep there is of files that are gone.
+# Not the user's cache: tests would fill it with entries for files that no longer exist.
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"dlr_pretrain-tests-{os.getuid()}")
 
 import pytest
@@ -35,7 +35,7 @@ from dlr_pretrain.util.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 TEST_DATA = Path(os.environ.get("DLR_TEST_DATA", ROOT.parent / "shared" / "data"))
 
-# The smallest shape that has every part: an odd feed-forward width, latents without a copy, four micro-batches.
+# The smallest shape with every special case: an odd feed-forward width, latents without a copy, four micro-batches.
 SMALL = [
     *("scale=tiny", "scale.hidden_size=32", "scale.intermediate_size=91", "scale.num_heads=2"),
     *("scale.num_layers=2", "scale.rank=8", "data=c4_local", "precision=fp32", "logger=jsonl", "compile=false"),
@@ -45,13 +45,13 @@ SMALL = [
 
 
 def ended(error: UserError, say: bool) -> NoReturn:
-    """Takes the place of ``exit_process`` where a run is in the process of the tests."""
+    """Replaces ``exit_process`` for runs within the tests' process."""
     raise error
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """A run that cannot save does not try for minutes, nor waits for files, unless a test asks for it."""
+    """A run that cannot save does not retry for minutes, and does not wait for files, unless a test asks for it."""
     monkeypatch.setattr("dlr_pretrain.train.saver.TRIES", 2)
     monkeypatch.setattr("dlr_pretrain.train.saver.PAUSE", 0.1)
     monkeypatch.setattr("dlr_pretrain.train.start.CHECKPOINT_WAIT", 0.0)
@@ -59,8 +59,7 @@ def impatient(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def signals():
-    """A handler that a test leaves behind is one of all tests after it: without Python's of SIGPIPE, a closed socket
-    ends pytest without a word."""
+    """A test must restore the signal handlers: without Python's for SIGPIPE, a closed socket ends pytest silently."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     yield
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
@@ -68,7 +67,7 @@ def signals():
 
 @pytest.fixture(scope="session")
 def test_data() -> Path:
-    """The folder of real data; the test skips where it is not there."""
+    """The folder of real data. The test skips if it is absent."""
     if not TEST_DATA.is_dir():
         pytest.skip(f"no test data at {TEST_DATA}: set DLR_TEST_DATA")
     return TEST_DATA
@@ -116,13 +115,13 @@ def words(corpus):
 
 @pytest.fixture
 def no_export(monkeypatch):
-    """Leave out the check of the export (transformers is imported, and loads it); other tests cover it."""
+    """Skip the check of the export, which imports transformers and loads the folder; other tests cover it."""
     monkeypatch.setattr("dlr_pretrain.deploy.export.agreement", lambda *_: "not looked at")
 
 
 @pytest.fixture
 def train(words):
-    """Runs ``words(...)`` in ``folder``: in this process, or under torchrun where ``ranks`` is more than one."""
+    """Runs ``words(...)`` in ``folder``: in this process, or under torchrun if ``ranks`` is more than one."""
 
     def run_in(folder: Path, *overrides: str, ranks: int = 1) -> Path:
         given = words(f"run.dir={folder}", *overrides)
@@ -158,7 +157,7 @@ def main_of(name: str, *words: object) -> int:
 
 
 def saved(checkpoint: Path) -> dict:
-    """The tensors of a checkpoint: parameters by name, optimizer state as <parameter>/<entry>."""
+    """The tensors of a checkpoint: parameters by name, and optimizer state as <parameter>/<entry>."""
     from dlr_pretrain.train.checkpoint import load
 
     found = load(checkpoint)
@@ -166,7 +165,7 @@ def saved(checkpoint: Path) -> dict:
 
 
 def commands(*pages: str, but: Sequence[str] = ()) -> list[str]:
-    """Lines of the pages' bash blocks, without comments, a line each; of a loop, its first turn."""
+    """The commands in the pages' bash blocks, without comments, one string each; for a loop, its first iteration."""
     found = []
     for page in sorted({path for pattern in pages for path in ROOT.glob(pattern)} - {ROOT / name for name in but}):
         lines = "".join(re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)).replace("\\\n", " ")
@@ -180,7 +179,7 @@ def commands(*pages: str, but: Sequence[str] = ()) -> list[str]:
 
 
 def forked(words: list[str], ranks: int) -> None:
-    """The run of ``words`` on ``ranks`` gloo ranks that are forked from this process: no imports, and its patches."""
+    """Run ``words`` on ``ranks`` gloo ranks forked from this process, which have its imports and its patches."""
     from dlr_pretrain.cli import load
     from dlr_pretrain.train.run import run
 
@@ -188,14 +187,14 @@ def forked(words: list[str], ranks: int) -> None:
 
 
 def on_ranks(act: Callable[[], object], ranks: int) -> None:
-    """``act`` in ``ranks`` processes that are forked from this one, as torchrun starts them.
+    """Run ``act`` in ``ranks`` processes forked from this one, with torchrun's environment variables.
 
-    Raises AssertionError with what they have printed if one fails; the others have five seconds to end after it.
+    Raises AssertionError with their output if one fails; the others have five seconds to end after it.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the children write on)
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the children keep writing to it)
 
     def start(rank: int) -> None:
         os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
@@ -211,7 +210,7 @@ def on_ranks(act: Callable[[], object], ranks: int) -> None:
         time.sleep(0.01)
         if any(child.exitcode for child in children):
             deadline = min(deadline, time.time() + 5)
-        if time.time() > deadline:  # what still runs waits for a rank that is gone
+        if time.time() > deadline:  # the remaining ranks wait for one that is gone
             for child in children:
                 child.kill()
     output.seek(0)
@@ -219,7 +218,7 @@ def on_ranks(act: Callable[[], object], ranks: int) -> None:
 
 
 def torchrun(words: list[str], ranks: int, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess:
-    """``train.py`` on ``ranks`` gloo ranks."""
+    """Run ``train.py`` on ``ranks`` gloo ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([*launch, str(script), *words], env=environment, capture_output=True, text=True)

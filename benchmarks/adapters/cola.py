@@ -1,6 +1,6 @@
-"""The CoLA repository's own model and step (github.com/alvin-zyl/CoLA in ``$PEERS_DIR/CoLA``; transformers 4.48).
+"""The CoLA repository's model and step (github.com/alvin-zyl/CoLA in ``$PEERS_DIR/CoLA``; transformers 4.48).
 
-``build`` is the step of its main script, ``build_lean`` the same without its waits for the host and with any attention.
+``build`` is the step of its main script; ``build_lean`` omits its waits for the host and allows any attention kernel.
 """
 
 import sys
@@ -12,14 +12,14 @@ CHECKOUT = checkout("CoLA")
 
 class Step(AuthorsStep):
     def tensors(self):
-        """Their factors are the transposes of ours."""
+        """The parameters under our names; their factors are the transposes of ours."""
         state = {name.replace("cola_a", "a.weight").replace("cola_b", "b.weight"): p.T if "cola_" in name else p
                  for name, p in self.model.named_parameters()}  # fmt: skip
         return {name: p.detach() for name, p in state.items()}
 
 
 def ours(scale):
-    """From 350m on their models have no SiLU in the SwiGLU."""
+    """From 350m on, their models have no SiLU in the SwiGLU."""
     silu = "true" if scale in ("60m", "130m") else "false"
     return [EPS, "backbone=cola", "dlr=off", f"backbone.swiglu_silu={silu}"]
 

@@ -1,7 +1,7 @@
 """The DLR authors' layers on the LLaMA of transformers (github.com/nanguoyu/DLR in ``$PEERS_DIR/DLR``).
 
-They publish no training script: the step is the lean one. ``build`` has DLR on, ``build_off`` off, ``build_random`` the
-random map; ``build_dense`` is the LLaMA of transformers itself.
+They publish no training script, so the step is the lean one. ``build`` has DLR on, ``build_off`` off, ``build_random``
+the random map; ``build_dense`` is the LLaMA of transformers.
 """
 
 import sys
@@ -31,7 +31,7 @@ def ours_off(scale):
 
 
 def ours_random(scale):
-    """The same map: both draw it from the MD5 of a layer's name."""
+    """Both draw the same map, from the MD5 of a layer's name."""
     return [EPS, "backbone=cola", "dlr=random"]
 
 
@@ -61,7 +61,7 @@ def build_dense(scale, device, dtype, batch, T, compile, layers):
 
 
 def llama(scale, layers):
-    """The dense model of transformers in the paper's shape."""
+    """The dense LLaMA of transformers in the paper's shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     d, f, heads, _ = SHAPES[scale]

@@ -1,4 +1,4 @@
-"""Packs the runs of a piece of the programme into one compressed table, small enough to keep in a repository.
+"""Packs the runs of one piece of the programme into a compressed table, small enough for a repository.
 
     python -m benchmarks.evidence.collect runs/evidence/pairs runs/evidence/pairs.jsonl.gz
     python -m benchmarks.evidence.collect runs/evidence/cost runs/evidence/cost.jsonl.gz
@@ -9,10 +9,10 @@ The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/
     comparison, shared, command, design, trials     trials: method, lr, seed, and the name of the run
     run, starts, commits, hours, config, fingerprints, metrics
 
-``starts`` are the command, commit, machine and versions of each start; ``commits`` are those that trained; ``hours`` go
-from the first update to the last. ``fingerprints`` identify the text and the tokenizer. ``metrics`` holds, as columns,
-the records that figures and tables use: the first and the last, those with an evaluation, and those of every
-twenty-fifth update. Results of a benchmark are kept as they are. Equal input gives equal bytes.
+``starts`` has the command, commit, machine and versions of each start; ``commits`` are those that trained; ``hours``
+are from the first update to the last. ``fingerprints`` identify the text and the tokenizer. ``metrics`` has, as
+columns, the records that figures and tables use: the first, the last, those with an evaluation, and every twenty-fifth
+update's. Results of a benchmark are kept unchanged. Equal input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import yaml
 
 EVERY = 25  # updates between kept records
 COLUMNS = re.compile(r"step|train/loss|eval/loss(_[ab])?")
-FOLDERS = re.compile(r"(?<!\S)/\S*/")  # of an absolute path, up to its last name
+FOLDERS = re.compile(r"(?<!\S)/\S*/")  # an absolute path up to its last name
 
 
 def comparisons(folder: Path) -> Iterator[dict]:
-    """The lines of each comparison in ``folder``, then those of their runs. Stops if a run has not finished."""
+    """Yields the line of each comparison in ``folder``, then those of their runs. Exits if a run has not finished."""
     runs: dict[str, dict] = {}
     for path in sorted(folder.glob("*/tune.json")):
         found = json.loads(path.read_text())
@@ -42,11 +42,11 @@ def comparisons(folder: Path) -> Iterator[dict]:
         for trial in found["trials"]:
             place = Path(trial["run"])
             if trial["state"] != "complete":
-                sys.exit(f"error: {path}: {place} has not finished. Give the command of the comparison again first")
+                sys.exit(f"error: {path}: {place} has not finished. Repeat the command of the comparison first")
             if place.name not in runs:
                 runs[place.name] = packed(place)
             if (loss := runs[place.name]["metrics"]["eval/loss_b"][-1]) != trial["loss_b"]:
-                sys.exit(f"error: {path}: {place} has a loss of {loss}, and was compared with {trial['loss_b']}")
+                sys.exit(f"error: {path}: {place} has a loss of {loss}, but the comparison has {trial['loss_b']}")
             trials.append({key: trial[key] for key in ("method", "lr", "seed")} | {"run": place.name})
         about = {key: found[key] for key in ("shared", "command", "design")}
         yield {"comparison": path.parent.name} | about | {"trials": trials}
@@ -84,7 +84,7 @@ def packed(folder: Path) -> dict:
 def trained(starts: list[dict], records: list[dict]) -> tuple[list[str], float]:
     """The commits of the starts that made updates, and the hours of training without the pauses between starts.
 
-    Hours include evaluations and saves. The update after a start counts as an update of median length.
+    Hours include evaluations and saves. The first update after a start counts as one of median length.
     """
     times, steps = (np.array([record[name] for record in records]) for name in ("time", "step"))
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
@@ -107,7 +107,7 @@ def main(folder: str, output: str) -> None:
     found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     lines = found or list(comparisons(Path(folder)))
     if not lines:
-        sys.exit(f"error: {folder}: neither comparisons nor results of a benchmark are there")
+        sys.exit(f"error: {folder}: has neither comparisons nor results of a benchmark")
     write(lines, Path(output))
     print(f"{output}: {len(lines)} lines, {Path(output).stat().st_size:,} bytes")
 

@@ -1,13 +1,13 @@
-"""Draws the tables and figures of docs/evidence.md again, from the tables of runs beside this file.
+"""Writes the tables and figures of docs/evidence.md from the tables of runs beside this file.
 
     python -m benchmarks.evidence.report                             # the page, and docs/evidence/
     python -m benchmarks.evidence.report page.md folder-of-tables    # another page, from other tables
     python -m benchmarks.evidence.report folder/smoke.jsonl.gz       # prints the verdict of that piece
 
 The text between ``<!-- pairs/tune -->`` and ``<!-- end -->`` is replaced by the table ``tune`` of ``pairs.jsonl.gz``. A
-link such as ``(evidence/pairs/tune.csv)`` writes that table beside the page, ``(evidence/pairs/rates.png)`` draws a
-figure. ``collect.py`` says what the tables of runs hold. Losses are in nats/token; a difference is a method's loss
-minus the first method's of its comparison.
+link such as ``(evidence/pairs/tune.csv)`` writes that table beside the page; ``(evidence/pairs/rates.png)`` draws a
+figure. ``collect.py`` describes the tables of runs. Losses are in nats/token; a difference is a method's loss minus
+that of the first method in its comparison.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Comparison:
 
 
 def together(effects: Sequence[dict]) -> list[dict]:
-    """The differences of a table, with intervals that hold together at LEVEL (Bonferroni), and ``p``, by Holm.
+    """The differences of a table, with intervals that hold jointly at LEVEL (Bonferroni) and Holm's ``p``.
 
-    ``better`` is the method that p < 1 - LEVEL favours, or "none shown". The same runs compared twice count once.
+    ``better`` is the method favoured at p < 1 - LEVEL, or "none shown". Runs that are compared twice count once.
     """
     losses = {(e["method"], *e["by_seed"].items()): list(e["by_seed"].values()) for e in effects}
     alone = {key: float(ttest_1samp(values, 0).pvalue) for key, values in losses.items()}
@@ -97,7 +97,7 @@ def cells(d: dict) -> list[str]:
 
 
 def one_level(found: Sequence[dict], which: str = "the row's method is") -> str:
-    """The note on the intervals of a table, in which negative differences mean that ``which`` better."""
+    """The note on the intervals of a table; ``which`` says what is better if a difference is negative."""
     level, n = 100 * found[0]["level"], found[0]["of"]
     return (
         f"Differences are in nats/token, between runs with the same seed (their number); negative: {which} "
@@ -107,33 +107,34 @@ def one_level(found: Sequence[dict], which: str = "the row's method is") -> str:
 
 
 class Piece:
-    """The table of runs of one piece of the programme."""
+    """The runs and comparisons of one piece of the programme."""
 
     def __init__(self, path: Path):
         self.name, self.folder = path.name.partition(".")[0], path.parent
         self.lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
         self.runs = {line["run"]: line for line in self.lines if "run" in line}
         self.comparisons = [Comparison(line, self.runs) for line in self.lines if "comparison" in line]
+        self.effects = [effect for c in self.comparisons for effect in c.effects.values()]
 
     def settings(self) -> list[str]:
-        """How each comparison differs from the others: its shared words that not all comparisons have."""
+        """For each comparison, its shared words that other comparisons lack."""
         all_words = [c.words for c in self.comparisons]
         return [" ".join(w for w in c.words if not all(w in other for other in all_words)) for c in self.comparisons]
 
 
 def perplexities(losses: Iterable[float]) -> str:
-    """Mean ± standard deviation (number) of the perplexities."""
+    """Mean ± standard deviation (number) of the perplexities of ``losses``."""
     return spread(np.exp(pd.Series(losses)))
 
 
 def paper() -> pd.DataFrame:
-    """The perplexities of the paper's Table 1: a row a method, a column a scale."""
+    """The perplexities of the paper's Table 1, by method and scale."""
     return published("table1").pivot(index="method", columns="scale", values="ppl")
 
 
 @dataclass
 class Table:
-    """A table of the page, or a file beside it. Columns whose indices are in ``right`` are aligned to the right."""
+    """A table of the page, or a CSV file beside it. ``right`` has the indices of right-aligned columns."""
 
     header: list[str]
     rows: list[list[str]]
@@ -141,7 +142,7 @@ class Table:
     right: Iterable[int] = ()
 
     def __post_init__(self):
-        if self.header[0] == "Setting" and len({row[0] for row in self.rows}) == 1:  # it tells nothing apart
+        if self.header[0] == "Setting" and len({row[0] for row in self.rows}) == 1:  # the column is constant
             self.header, self.rows = self.header[1:], [row[1:] for row in self.rows]
             self.right = [i - 1 for i in self.right]
 
@@ -156,27 +157,27 @@ class Table:
 
 
 def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
-    """Every comparison of a backbone with DLR with the same without it: itself, its setting and its effect."""
+    """Every comparison of a backbone with and without DLR: (comparison, setting, difference)."""
     found = []
     for name, setting in (("pairs", "best rate"), ("paper", "rate")):
         own = {c.design.methods[0]: c for c in read(folder / f"{name}.jsonl.gz").comparisons}
         for backbone in BACKBONES:
-            rates = dict.fromkeys(choice["lr"] for choice in own[backbone].chosen.values())  # without DLR, then with it
+            rates = dict.fromkeys(choice["lr"] for choice in own[backbone].chosen.values())  # first without DLR
             words = f"{setting}{'s' * (len(rates) > 1)} {' and '.join(map('{:g}'.format, rates))}"
             found.append((own[backbone], words, own[backbone].effects[f"{backbone}+dlr"]))
     piece = read(folder / "longer.jsonl.gz")
     for c, words in zip(piece.comparisons, piece.settings(), strict=True):
         rate, more = c.design.rates[0], LONGER[words.partition(" ")[0]]
-        if more or rate != 0.01:  # of `paper` these are three of the five seeds
+        if more or rate != 0.01:  # `paper` already has these: three of its five seeds
             found.append((c, f"rate {rate:g}{more}", c.effects["cola+dlr"]))
-    return found
+    comparisons, settings, effects = zip(*found, strict=True)
+    return list(zip(comparisons, settings, together(effects), strict=True))
 
 
 def differences(piece: Piece) -> Table:
-    """Every comparison of a backbone with DLR with the same without it, in one table."""
+    """Every comparison of a backbone with and without DLR, in one table."""
     rows, found = [], headline(piece.folder)
-    effects = together([effect for _, _, effect in found])
-    for (c, setting, _), d in zip(found, effects, strict=True):
+    for c, setting, d in found:
         means = [f"{np.exp(c.held_out(method)).mean():.1f}" for method in c.design.methods]
         mean, interval, p, better = cells(d)
         shown = "none" if better == "none shown" else "better" if better.endswith("+dlr") else "worse"
@@ -186,13 +187,13 @@ def differences(piece: Piece) -> Table:
         "PPL is the mean over seeds of the perplexities; the difference is that of the losses. Where seeds scatter, as "
         "at 0.01, it need not be the logarithm of their ratio. Two rates are those without and with DLR."
     )
-    return Table(header, rows, [one_level(effects, "with DLR is"), note], (2, 3, 4, 6))
+    return Table(header, rows, [one_level([d for _, _, d in found], "with DLR is"), note], (2, 3, 4, 6))
 
 
 def tune(piece: Piece) -> Table:
-    """Each method at its own rate, and its difference from the first of its comparison."""
+    """Each method at its own rate, and its difference from the first method in its comparison."""
     rows = []
-    effects = together([effect for c in piece.comparisons for effect in c.effects.values()])
+    effects = together(piece.effects)
     left = iter(effects)
     for c, setting in zip(piece.comparisons, piece.settings(), strict=True):
         for method, choice in c.chosen.items():
@@ -203,22 +204,22 @@ def tune(piece: Piece) -> Table:
 
 
 def mechanism(piece: Piece) -> Table:
-    """By rounding and decay: plain ``cola``, and ``cola`` that starts at DLR's offset, each minus ``cola`` with DLR."""
-    effects = [effect for c in piece.comparisons for effect in c.effects.values()]
-    of = {id(effect): cells(d)[:2] for effect, d in zip(effects, together(effects), strict=True)}
+    """By rounding and decay, two losses minus that of ``cola`` with DLR: ``cola`` started at DLR's offset, and plain
+    ``cola``."""
+    shown = {id(effect): cells(d)[:2] for effect, d in zip(piece.effects, together(piece.effects), strict=True)}
     rows = []
     for c in piece.comparisons:
         config = piece.runs[c.trials.run[0]]["config"]
         precision, optimizer = config["precision"]["name"], config["optimizer"]
         rounded = "" if optimizer["name"] == "adamw" else ", after each operation"
-        both = [of[id(c.effects[f"cola{method}"])] for method in ("+init_offset", "")]
-        rows.append([precision + rounded, str(optimizer["weight_decay"]), *both[0], *both[1]])
+        offset, plain = (shown[id(c.effects[method])] for method in ("cola+init_offset", "cola"))
+        rows.append([precision + rounded, str(optimizer["weight_decay"]), *offset, *plain])
     header = ["Rounding", "Decay", "Offset minus DLR", "Interval", "Without minus DLR", "Interval"]
     return Table(header, sorted(rows), right=(2, 4))
 
 
 def paths(piece: Piece) -> Table:
-    """How the gradient reaches the latents of three projections, every hundred updates."""
+    """The paths by which the gradient reaches the latents of three projections, every hundred updates."""
     rows = []
     for run in piece.runs.values():
         metrics, config = run["metrics"], run["config"]
@@ -249,7 +250,7 @@ def tune_rates(piece: Piece) -> Table:
 
 
 def tune_order(piece: Piece) -> Table:
-    """The order of the methods, ours and the paper's."""
+    """The methods in order of perplexity, ours and the paper's."""
     held_out = {method: c.held_out(method) for c in piece.comparisons for method in c.chosen}
     ranked = sorted(held_out, key=lambda method: np.exp(held_out[method]).mean())
     theirs = paper().loc[ranked]
@@ -269,12 +270,11 @@ def tune_order(piece: Piece) -> Table:
 
 
 def tune_effect(piece: Piece) -> Table:
-    """What DLR changes, ours and the paper's."""
+    """The change by DLR, ours and the paper's."""
     theirs = np.log(paper())
-    effects = [effect for c in piece.comparisons for effect in c.effects.values()]
     rows = [
         [e["method"], *cells(d)[:2], *(f"{theirs[s][e['method']] - theirs[s][e['against']]:+.4f}" for s in SCALES)]
-        for e, d in zip(effects, together(effects), strict=True)
+        for e, d in zip(piece.effects, together(piece.effects), strict=True)
     ]
     note = "The paper's, from its printed perplexities: its convention makes a difference one percent too small."
     header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
@@ -282,7 +282,7 @@ def tune_effect(piece: Piece) -> Table:
 
 
 def smoke(piece: Piece) -> Table:
-    """The difference of ``lost`` at update 250, beside what the same update of ``pairs`` predicts for these seeds."""
+    """The difference of ``lost`` at update 250, and the interval that ``pairs`` predicts for it at that update."""
     pairs = read(HERE / "pairs.jsonl.gz")
     (lost,) = (c for c in pairs.comparisons if c.design.methods[0] == "lost")
     of = lost.trials[lost.trials.seed.isin(lost.design.fresh)]
@@ -301,7 +301,7 @@ def smoke(piece: Piece) -> Table:
 
 
 def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
-    """By seed: the loss on half B with DLR minus that without, at update 250."""
+    """By seed, the loss on half B with DLR minus that without it, at update 250."""
     found = {}
     for seed, both in runs.items():
         columns = {run["config"]["dlr"]["enabled"]: run["metrics"] for run in both}
@@ -311,8 +311,8 @@ def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
 
 
 def cost(piece: Piece) -> Table:
-    """A row a backbone. ``ratio`` is the seconds with DLR over those without in the same round: median [its 95 %
-    interval]; the last column is the same of a second step without DLR."""
+    """A row for each backbone. ``ratio`` is the seconds with DLR over those without it in the same round: median [95 %
+    interval]. The last column has the same for a second step without DLR."""
     rows = []  # the variants of a line are: without DLR, again without DLR, with DLR
     for plain, again, dlr in (line.get("variants") or line["arms"] for line in piece.lines):
         ratios = [paired(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
@@ -326,10 +326,10 @@ def cost(piece: Piece) -> Table:
 
 
 def spent(pieces: Sequence[Piece]) -> Table:
-    """What the runs of each piece took; a run of several pieces counts in each.
+    """The cost of each piece. A run that several pieces share counts in each.
 
-    Hours of one core are from the first update to the last, with evaluations, saves, and what a machine stood still in
-    between; minutes are the shortest, the median and the longest run.
+    Hours of one core are from the first update to the last, with evaluations, saves and the machine's idle time in
+    between; minutes are those of the shortest, the median and the longest run.
     """
     rows = []
     for piece in pieces:
@@ -355,18 +355,17 @@ def listed(values: Iterable) -> str:
     return ", ".join(map(str, sorted(set(values))))
 
 
-# Colours of figures: those of Okabe and Ito (2008), which every kind of colour vision tells apart
+# The colours of Okabe and Ito (2008), which every kind of colour vision tells apart.
 COLOURS = dict(zip(BACKBONES, ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#009E73"), strict=True))
 EDGE = 0.36  # nats/token: wider intervals leave the figure, with an arrow
 
 
 def draw_differences(piece: Piece) -> Figure:
-    """The differences of docs/evidence.md with their intervals, a colour a backbone; filled: one that is shown."""
+    """The differences of docs/evidence.md with their intervals, in the backbone's colour; filled where p shows one."""
     found = headline(piece.folder)
-    effects = together([effect for _, _, effect in found])
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     ax = figure.subplots()
-    for y, ((c, _, _), d) in enumerate(zip(found, effects, strict=True)):
+    for y, (c, _, d) in enumerate(found):
         colour = COLOURS[c.design.methods[0]]
         ax.plot([max(d["low"], -EDGE), min(d["high"], EDGE)], [y, y], color=colour, linewidth=1.8)
         for end, marker in ((d["low"], "<"), (d["high"], ">")):
@@ -387,7 +386,7 @@ def draw_differences(piece: Piece) -> Figure:
 
 
 def draw_rates(piece: Piece) -> Figure:
-    """Perplexity against the rate by backbone: dashed without DLR, solid with it, a ring at the chosen rate."""
+    """Perplexity against learning rate, by backbone: dashed without DLR, solid with it, a ring at the chosen rate."""
     figure = Figure(figsize=(10, 3.4), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(BACKBONES), sharex=True, sharey=True)
     own = {c.design.methods[0]: c for c in piece.comparisons}
@@ -417,7 +416,7 @@ read = cache(Piece)
 
 
 def made(piece: str, name: str, folder: Path) -> Table | None:
-    """The table of that name, of one piece or of ``all``. None: the folder has no runs of the piece."""
+    """The table ``name`` of a ``piece`` or of ``all``; None if the folder has no runs of the piece."""
     if piece == "all":
         return spent([read(path) for of in PIECES if (path := folder / f"{of}.jsonl.gz").exists()])
     path = folder / f"{piece}.jsonl.gz"
@@ -425,7 +424,7 @@ def made(piece: str, name: str, folder: Path) -> Table | None:
 
 
 def insert(text: str, folder: Path) -> str:
-    """``text`` with its tables made anew."""
+    """``text`` with its tables written again."""
 
     def body(found: re.Match) -> str:
         table = made(found[2], found[3], folder)
@@ -435,16 +434,16 @@ def insert(text: str, folder: Path) -> str:
     return re.sub(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", body, text, flags=re.DOTALL)
 
 
-def beside(text: str) -> list[tuple[str, str, str]]:
-    """The files of the page: piece, table or figure, and ``csv`` or ``png``."""
+def linked_files(text: str) -> list[tuple[str, str, str]]:
+    """The files that the page links: (piece, table or figure, ``csv`` or ``png``)."""
     return re.findall(r"\(evidence/(\w+)/(\w+)\.(csv|png)\)", text)
 
 
 def draw(page: Path, folder: Path) -> None:
     text = insert(page.read_text(), folder)
     page.write_text(text)
-    matplotlib.rcdefaults()  # whatever the user's style is
-    for piece, name, kind in beside(text):
+    matplotlib.rcdefaults()  # the user's style must not change the figures
+    for piece, name, kind in linked_files(text):
         target = page.parent / "evidence" / piece / f"{name}.{kind}"
         target.parent.mkdir(parents=True, exist_ok=True)
         if kind == "png":

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The runs that answer whether DLR does what its paper says, in this framework, on real text.
+# Trains the runs that test the DLR paper's claims in this framework, on real text.
 #
 #   benchmarks/evidence/train.sh [PIECE ...]     all pieces, or those named (list: their names); repeat it to continue
 #   benchmarks/evidence/train.sh smoke           five minutes of one core: two methods, one rate, two seeds
 #
 # The text is a file of C4 from the hub, or TEXT, a folder of *-train.*.json.gz and *-validation.*.json.gz in C4's
-# layout. The vocabulary is trained on it, or SPIECE, a sentencepiece model such as T5's. EXPERIMENT is evidence_cpu (the
-# default: a run takes minutes on one core) or evidence_60m, which needs a GPU and SPIECE. JOBS is the number of runs at
-# once. When a piece has ended, its runs are packed into ROOT/<piece>.jsonl.gz (ROOT: runs/evidence, by default), from
-# which `python -m benchmarks.evidence.report PAGE ROOT` draws a page like docs/evidence.md.
+# layout. The vocabulary is trained on it, unless SPIECE names a sentencepiece model such as T5's. EXPERIMENT is
+# evidence_cpu (the default: a run takes minutes on one core) or evidence_60m, which needs a GPU and SPIECE. JOBS is the
+# number of concurrent runs. After a piece, its runs are packed into ROOT/<piece>.jsonl.gz (ROOT is runs/evidence by
+# default), from which `python -m benchmarks.evidence.report PAGE ROOT` writes a page like docs/evidence.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 experiment=${EXPERIMENT:-evidence_cpu}
@@ -24,14 +24,14 @@ all=(tokens pairs paper mechanism ablations $longer cost)
 for piece in "${pieces[@]}"; do
   case " ${all[*]} smoke list " in
   *" $piece "*) ;;
-  *) echo "error: $piece: no such piece. They are ${all[*]} smoke" >&2 && exit 2 ;;
+  *) echo "error: $piece: no such piece. Choose from ${all[*]} smoke" >&2 && exit 2 ;;
   esac
 done
 if [[ " ${pieces[*]} " = *" list "* ]]; then echo "${all[*]} smoke" && exit; fi
 root=${ROOT:-runs/${experiment/_cpu/}}
 text=(data=c4 data.train_files=en/c4-train.00000-of-01024.json.gz
   data.validation_files=en/c4-validation.00000-of-00008.json.gz)
-if [ "${pieces[*]}" = smoke ]; then # of C4 a file of a tenth of that size
+if [ "${pieces[*]}" = smoke ]; then # a file of C4 of a tenth of that size
   root=${ROOT:-runs/evidence_smoke}
   text[1]=data.train_files=en/c4-validation.00001-of-00008.json.gz
 fi
@@ -42,7 +42,7 @@ fi
 given=("experiment=$experiment" "data.root=$root/tokens" "run.root=$root")
 rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
 paper=0.01
-lower=0.003                         # at this rate so small a model trains evenly; at the paper's it does not
+lower=0.003                         # so small a model trains evenly at this rate, but not at the paper's
 seeds=42,43,44
 more=42,43,44,45,46
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -53,11 +53,11 @@ tune() { # name of the comparison, words of tune.py
   "$python" scripts/tune.py "${given[@]}" --local --limit "${JOBS:-1}" --output "$output" "$@"
 }
 
-each() { # name of the comparison, rate, overrides of each method beside backbone=cola
+each() { # name of the comparison, rate, overrides of each method besides backbone=cola
   tune "$1" <(printf 'backbone=cola %s\n' "${@:3}") "train.lr=$2" "seed=$seeds"
 }
 
-tokens() { # the text, tokenised once
+tokens() { # tokenises the text, once
   local tokenizer=(--train-tokenizer "$vocabulary")
   if [ -n "${SPIECE:-}" ]; then
     tokenizer=("tokenizer.path=$SPIECE")
@@ -76,13 +76,13 @@ smoke() { # the first 250 updates of lost without and with DLR as pairs trains i
       code=0 dir=$root/smoke/lost-dlr_$dlr-s$seed
       "$python" train.py "experiment=$experiment" "data.root=$root/tokens" backbone=lost "dlr=$dlr" train.lr=0.005 \
         "seed=$seed" train.stop_after=250 "run.dir=$dir" || code=$?
-      if [ $code = 75 ] && grep -q eval/loss_b "$dir/metrics.jsonl"; then code=0; fi # it stopped where it was told to
+      if [ $code = 75 ] && grep -q eval/loss_b "$dir/metrics.jsonl"; then code=0; fi # stopped by train.stop_after
       if [ $code != 0 ]; then exit $code; fi
     done
   done
 }
 
-pairs() { # each backbone without and with DLR: find the best rate of one grid for each, then train fresh seeds at it
+pairs() { # each backbone without and with DLR: finds each one's best rate in a grid, then trains fresh seeds at it
   tune full backbone=full "train.lr=$rates" seed=41 --confirm "$more"
   for backbone in cola lowrank lost lax cola_lax; do
     tune "$backbone" "backbone=$backbone" dlr=off,on "train.lr=$rates" seed=41 --confirm "$more"
@@ -107,7 +107,7 @@ mechanism() { # residual and initial offset: with and without decay, for each ro
   done
 }
 
-ablations() { # variants of the residual; then an alternative to it: a smaller rank
+ablations() { # variants of the residual, and an alternative to it: a smaller rank
   local off=dlr=off on=dlr=on
   local strengths=("$on dlr.alpha=0.25" "$on dlr.alpha=0.5" "$on dlr.alpha=2" "$on dlr.alpha=4")
   local forms=(dlr=uncorrected dlr=random dlr=no_b dlr=learnable_alpha)
@@ -117,13 +117,13 @@ ablations() { # variants of the residual; then an alternative to it: a smaller r
   each residual "$lower" "$on" "${forms[@]}" "${strengths[@]}"
   each rank "$lower" "$on" "$off" "${halves[@]}" "${quarters[@]}"
   each at_the_papers_rate "$paper" "$on" "$off" "${some[@]}"
-  # The same runs, compared in three more ways after they had been seen.
+  # The same runs in three more comparisons, chosen after the results were known.
   each without_b "$lower" "$off" dlr=no_b
   each half_rank "$lower" "${halves[@]}"
   each three_quarters_rank "$lower" "${quarters[@]}"
 }
 
-# evidence_60m reads all of the text already, and has no longer runs.
+# evidence_60m already reads all of the text, so it has no longer runs.
 longer() { # four times the tokens, or four times the parameters: does the difference keep its sign at each rate?
   local rate
   for rate in $lower $paper; do

@@ -1,6 +1,6 @@
-"""Writes folded weights as a folder that ``transformers`` loads, and opens such folders.
+"""Writes folded weights to a folder that ``transformers`` loads, checks it, and opens such folders.
 
-A folder is written under another name, checked, and renamed at the end: it is either complete or absent.
+A folder is written under another name and renamed after its check: it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dlr_pretrain.util.files import read_json, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
-POSITIONS = 1024  # at least; a run with longer sequences has its own length
-LAYER = "exported_layer"  # in config.json: the class of an exported layer that is not in MODELING
+POSITIONS = 1024  # the least max_position_embeddings; a run with longer sequences exports their length
+LAYER = "exported_layer"  # the key in config.json that names a user's own layer, which MODELING lacks
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
 AUTO_CLASSES = {
     "AutoConfig": "Config",
@@ -43,7 +43,7 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
 }
-SECTIONS_OF_A_CARD = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # no paths
+CARD_SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # they hold no paths
 USE = """```python
 {}
 prompt = tokenizer("The house stands", return_tensors="pt")
@@ -51,15 +51,16 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
 NO_LAYER = "transformers cannot load backbone={} yet: its options name no exported layer"
 PEFT = """
-For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
+For PEFT give `target_modules="all-linear"` or `["a", "b"]`: `q_proj` and LLaMA's other projections are pairs of
+matrices here.
 """
-# Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
-# vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
-# A residual that was left unfolded shows as 0.4, a wrong RoPE base as 0.06 to 0.14. Training lets rounding errors grow:
-# fp32 against fp64 of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
+# The largest difference of a logit that passes, in standard deviations of the logits. Measured on 2 x 256 ids with
+# vocabulary 32,000, on new and briefly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m,
+# full). An unfolded residual gives 0.4, a wrong RoPE base 0.06 to 0.14. Rounding errors grow with training: the fp32
+# and fp64 logits of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
 LOGIT_BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 VERIFIED_SEQUENCES = 2
-PROMPT, CONTINUED = 16, 48  # tokens of the sample that an export keeps: of validation text, and written by the model
+PROMPT, CONTINUED = 16, 48  # tokens in ``sample.json``: from the validation text, and generated
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 
 
@@ -73,49 +74,54 @@ def export(
     merge: bool = False,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Write ``folder`` from the folded tensors of the model of ``cfg``, by exported names; says how it was checked.
+    """Write ``folder`` from the ``folded`` tensors of ``cfg``'s model, by exported names; returns how it was checked.
 
-    ``merge`` and ``dtype`` are those of ``deployed``, ``tokenizer_path`` is a file or folder, and ``record`` has the
-    final numbers of the run, by name, for the folder's README and ``fold.json``. With token ``ids`` [B, T], what
-    transformers loads is compared with our own model, on the CPU.
+    ``tokenizer_path`` is a file or folder. ``record`` has the run's final numbers by name, for the README and
+    ``fold.json``. ``merge`` and ``dtype`` are those of ``deployed``. With token ``ids`` [B, T], the model that
+    transformers loads is compared with our own, on the CPU.
 
-    Raises UserError if the folder is not what was trained; it then remains as ``.<folder>.partial``. An earlier folder
-    becomes ``<folder>_1`` (or 2, 3, ...).
+    Raises UserError if the folder does not compute what was trained; it then remains as ``.<folder>.partial``. An
+    earlier folder is renamed to ``<folder>_1`` (or 2, 3, ...).
     """
-    own, tensors = deployed(cfg, folded, merge, dtype)
-    vocab_size, kind = len(tensors["lm_head.weight"]), tensors["lm_head.weight"].dtype
-    tokenizer = load_tokenizer(tokenizer_path)
-    ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(own, vocab_size, kind) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
+    exported, tensors = deployed(cfg, folded, merge, dtype)
+    head, tokenizer = tensors["lm_head.weight"], load_tokenizer(tokenizer_path)
+    special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
+    settings = model_config(exported, len(head), head.dtype) | special_ids
+    settings["tokenizer_sha256"] = tokenizer.fingerprint
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(partial, tensors)
-    loadable = own.backbone.name == DENSE.name or exported_keys(own) is not None
-    contents = {"config": settings, "generation_config": ends} if loadable else {}
+    loadable = exported.backbone.name == DENSE.name or exported_keys(exported) is not None
+    contents = {"config": settings, "generation_config": special_ids} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
         write_text(partial / f"{name}.json", json.dumps(content, indent=2) + "\n")
-    if loadable and own.backbone.name != DENSE.name:
-        write_text(partial / MODELING.name, modeling(own))
+    if loadable and exported.backbone.name != DENSE.name:
+        write_text(partial / MODELING.name, modeling(exported))
     export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
-    write_text(partial / "README.md", card(own, record, cfg, loadable))
+    write_text(partial / "README.md", card(exported, record, cfg, loadable))
     if not loadable:
-        checked = NO_LAYER.format(own.backbone.name)
+        checked = NO_LAYER.format(exported.backbone.name)
     elif ids is None:
         checked = "not verified"
     else:
-        held = (tensors, torch.float32) if own is cfg else (folded, kind)  # a merge rounds once more
-        checked = agreement(partial, cfg, tokenizer, *held, ids)
+        reference = (tensors, torch.float32) if exported is cfg else (folded, head.dtype)  # a merge rounds once more
+        checked = agreement(partial, cfg, tokenizer, *reference, ids)
     for path in (*partial.rglob("*"), partial):
         sync(path)
-    if folder.exists():  # trained to its end a second time, such as after a lost checkpoint
-        names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
-        older = next(name for name in names if not name.exists())
-        folder.rename(older)
-        write_to_stderr(f"note: the earlier {folder} is {older} now")
+    if folder.exists():
+        _rename_earlier(folder)
     partial.rename(folder)
     sync(folder.parent)
     return checked
+
+
+def _rename_earlier(folder: Path) -> None:
+    """Keep an earlier export under another name: a run may end a second time, such as after a lost checkpoint."""
+    names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
+    older = next(name for name in names if not name.exists())
+    folder.rename(older)
+    write_to_stderr(f"note: the earlier {folder} is {older} now")
 
 
 def deployed(
@@ -123,9 +129,9 @@ def deployed(
 ) -> tuple[Config, dict[str, Tensor]]:
     """The configuration and tensors to export for a run of ``cfg`` that ended with the folded ``tensors``.
 
-    A backbone whose layers are dense weights made of parts (``Layer.deployed_dense``) becomes a plain LLaMA; with
-    ``merge`` every backbone does. Weights are formed in fp32, rounded once to the dtype of the weights of ``tensors``,
-    and then cast to ``dtype``. Raises UserError if a backbone cannot be merged.
+    A backbone whose layers are deployed as dense weights (``Layer.deployed_dense``) becomes a plain LLaMA; with
+    ``merge`` every backbone does. The weights are computed in fp32, rounded once to the dtype of ``tensors``, and cast
+    to ``dtype``. Raises UserError if a backbone cannot be merged.
     """
     dtype = dtype or tensors["lm_head.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
     if cfg.backbone.name != DENSE.name and (merge or deployed_dense(cfg)):
@@ -150,15 +156,15 @@ def deployed_dense(cfg: Config) -> bool:
 
 
 def exported_keys(cfg: Config) -> tuple[str, ...] | None:
-    """The options that the exported layer of ``cfg.backbone`` takes; None if there is no such layer.
+    """The options that the exported layer of ``cfg.backbone`` takes; None if it has no exported layer.
 
-    A subclass does not inherit the layer: it has another formula.
+    A subclass does not inherit the layer, because its formula differs.
     """
     return vars(type(cfg.backbone)).get("exported_keys")
 
 
 def modeling(cfg: Config) -> str:
-    """The modeling file of an export: MODELING, and below it the exported layer of a user's own backbone."""
+    """The source of the folder's modeling file: MODELING, followed by the exported layer of a user's own backbone."""
     text = MODELING.read_text(encoding="utf-8")
     if not cfg.backbone.exported_layer:
         return text
@@ -168,25 +174,25 @@ def modeling(cfg: Config) -> str:
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
-    """Write ``model.safetensors``, or shards of at most ``shard_bytes`` (at least one tensor each) with their index.
+    """Write ``model.safetensors``, or an index and shards of at most ``shard_bytes`` (at least one tensor each).
 
     Raises UserError if a file cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
-    # a copy of each: projections are views of fused tensors, which safetensors refuses
+    # copies, because projections are views of fused tensors, which safetensors refuses
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         save_torch_state_dict(own, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
     except SafetensorError as error:
         raise UserError(f"{folder}: its weights cannot be written: {error}") from error
     for file in folder.glob("model*.safetensors"):
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files readable by their owner alone
 
 
 def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """``config.json`` of a plain LLaMA or of one with the layers of ``cfg.backbone``, but for the tokenizer's ids."""
+    """``config.json``, without the tokenizer's ids, of a plain LLaMA or of one with the layers of ``cfg.backbone``."""
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": cfg.scale.hidden_size,
@@ -216,13 +222,13 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
 
 
 def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool) -> str:
-    """The text of the README: ``cfg`` is the model in the folder, ``trained`` is the configuration of the run, and
-    ``record`` has the final numbers by name; None is omitted."""
+    """The text of the README. ``cfg`` describes the model in the folder, ``trained`` the run; ``record`` has the run's
+    final numbers by name, of which None is omitted."""
     name = trained.backbone.name
     title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
     title += ", merged into dense weights" if name != cfg.backbone.name else ""
     root, hub = trained.data.root or "", "hf://datasets/"
-    text = root.removeprefix(hub) if root.startswith(hub) else trained.data.source  # a path says nothing to a reader
+    text = root.removeprefix(hub) if root.startswith(hub) else trained.data.source  # a local path may be private
     facts = {
         "trained on": f"{text}, {trained.data.packing}",
         "evaluation text": trained.eval.packing,
@@ -238,13 +244,13 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
         title=title,
         use=use,
         numbers=markdown_table(["", ""], ([key, few_digits(value)] for key, value in rows.items())),
-        configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in SECTIONS_OF_A_CARD})),
+        configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in CARD_SECTIONS})),
         citation=citation if trained.dlr.enabled else "",
     )
 
 
 def few_digits(value: object, digits: int = 4) -> str:
-    """A number in few digits, anything else as it is."""
+    """A float with ``digits`` digits, an integer with separators, anything else unchanged."""
     if isinstance(value, float):
         return f"{value:.{digits}g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -253,10 +259,10 @@ def few_digits(value: object, digits: int = 4) -> str:
 def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its tokenizer.
 
-    The weights are cast to ``dtype``; "auto" keeps that of the file. The low-rank layers are this package's own, or
-    those of the user's package that the folder names: no code of the folder runs. Raises UserError, which lists the
-    tensors that do not fit, unless ``folder`` is what an export wrote; ``transformers`` itself would only warn of
-    missing weights, and draw them at random.
+    The weights are cast to ``dtype``; "auto" keeps the dtype of the file. No code of the folder runs: the low-rank
+    layers are this package's, or those of the user's package that the folder names. Raises UserError, which lists the
+    tensors that do not fit, if ``folder`` is not a sound export; ``transformers`` itself would only warn of missing
+    weights and initialise them at random.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -276,7 +282,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
         with without_warnings():
             model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **lenient)
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of any type: from a configuration, a file of tensors or a tokenizer that is damaged
+    except Exception as error:  # a damaged configuration, tensor file or tokenizer raises errors of many types
         raise UserError(f"{folder}: is not what an export wrote: {first_line(error)}. Export it again") from error
     wrong = [f"{name}: missing" for name in sorted(report["missing_keys"])]
     wrong += [f"{name}: not a tensor of this model" for name in sorted(report["unexpected_keys"])]
@@ -287,11 +293,11 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
 
 def _register_own_layer(folder: Path) -> None:
-    """Make the exported layer of a user's own backbone known to our modeling file, from the user's package."""
+    """Register the exported layer of a user's own backbone, from the user's package, with our modeling file."""
     from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 
     settings = {}
-    with suppress(OSError, ValueError):  # a damaged file is the loader's to report
+    with suppress(OSError, ValueError):  # the loader reports a damaged file
         settings = read_json(folder / "config.json", {"backbone": str, LAYER: str})
     if layer := settings.get(LAYER):
         try:
@@ -303,61 +309,62 @@ def _register_own_layer(folder: Path) -> None:
 
 @torch.no_grad()
 def agreement(
-    folder: Path, cfg: Config, own: Tokenizer, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor
+    folder: Path, cfg: Config, tokenizer: Tokenizer, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor
 ) -> str:
-    """Compare ``folder`` with our model of ``cfg`` and ``tensors``, on token ids [B, T] in fp32; the result in words.
+    """Compare ``folder`` with our model of ``cfg`` and ``tensors`` on token ``ids`` [B, T] in fp32; returns the result.
 
-    The bound is that of the dtype to which the folder's weights were ``rounded`` once more than ``tensors``; fp32 if
-    they are the same. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound, or if the
-    tokenizer does not give the ids of ``own``, that of training.
+    ``rounded`` is the dtype to which the folder's weights were rounded once more than ``tensors``, or fp32 if they are
+    the same; it sets the bound. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound,
+    or if the folder's tokenizer does not return the ids of ``tokenizer``, the tokenizer of training.
     """
     try:
         with without_warnings():
             import transformers  # noqa: F401
-    except Exception as error:  # also from its own imports, such as a torchvision built for another torch
+    except Exception as error:  # its own imports may fail in many ways, such as a torchvision built for another torch
         return f"not verified: transformers cannot be imported ({first_line(error)})"
     with torch.device("meta"):
         model = Llama(cfg, len(tensors["lm_head.weight"]))
     model.to_empty(device="cpu")
     load_(model, tensors)
-    trained = model.logits(ids)
-    del model  # before the folder's own is there
-    exported, tokenizer = open_folder(folder, torch.float32)
-    difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
+    expected = model.logits(ids)
+    del model  # frees its memory before the folder's model is loaded
+    exported, exported_tokenizer = open_folder(folder, torch.float32)
+    difference = ((exported(input_ids=ids).logits - expected).abs().max() / expected.std()).item()
     if not difference <= LOGIT_BOUNDS[rounded]:  # NaN is beyond it too
         raise UserError(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
             f"their standard deviation, beyond the bound of {LOGIT_BOUNDS[rounded]:g}"
         )
-    given, wanted = tokenizer(PROBE, split_special_tokens=True).input_ids, own.encode([PROBE])[0].tolist()
-    if isinstance(own, FastTokenizer):  # where the end of a document is a word as well, training leaves it out of texts
-        given = [id for id in given if id != own.eos_id]
-    if given != wanted:
+    probed = exported_tokenizer(PROBE, split_special_tokens=True).input_ids
+    if isinstance(tokenizer, FastTokenizer):  # training drops the end of sequence, which may be a word, from texts
+        probed = [id for id in probed if id != tokenizer.eos_id]
+    if probed != tokenizer.encode([PROBE])[0].tolist():
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
-    write_sample(folder, exported, tokenizer, ids[0, :PROMPT])
+    write_sample(folder, exported, exported_tokenizer, ids[0, :PROMPT])
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
 
 
 def write_sample(folder: Path, model, tokenizer, prompt: Tensor) -> None:
-    """Write ``sample.json``: the text of the ids ``prompt``, and what ``model`` continues it with."""
+    """Write ``sample.json``: the text of the ids ``prompt`` and the ``model``'s continuation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         written = model.generate(prompt[None], max_new_tokens=CONTINUED, do_sample=True, temperature=0.8, top_p=0.95)[0]
-    sample = dict(zip(("prompt", "continuation"), in_words(tokenizer, prompt, written), strict=True))
+    text = tokenizer.decode(prompt, skip_special_tokens=True)
+    sample = {"prompt": text, "continuation": continuation(tokenizer, prompt, written)}
     write_text(folder / "sample.json", json.dumps(sample, ensure_ascii=False, indent=2) + "\n")
 
 
-def in_words(tokenizer, prompt, written) -> tuple[str, str]:
-    """The text of the ids ``prompt``, and what ``written``, which begins with them, adds.
+def continuation(tokenizer, prompt, written) -> str:
+    """The text that the ids ``written`` add to those of ``prompt``, with which they begin.
 
-    Decoded with the prompt: alone, the first token would lose the space before it.
+    They are decoded together with the prompt, because a token decoded first loses its leading space.
     """
-    before, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
-    return before, text.removeprefix(before)
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
+    return whole.removeprefix(before)
 
 
 def need(package: str, extra: str) -> str:
-    """The installed version of ``package``, which ``pip install -e ".[extra]"`` installs; UserError if it is absent."""
+    """The installed version of ``package``, a dependency of ``extra``. Raises UserError if it is absent."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,13 +1,12 @@
-"""Folds a run's checkpoint of any step into a folder that ``transformers`` loads, and reports what folding changed.
+"""Folds a checkpoint into a folder that ``transformers`` loads, and reports what folding changed.
 
-The folded weights must be those of the training forward (B + beta R^T) bit for bit. Beside that, what is written is
-compared with the residual as the paper's branch in activation space, which rounds differently; the report says by how
-much, as the paper does: perplexity, error of the logits, latency.
+The folded weights must equal those of the training forward pass (B + beta R^T) bit for bit. The exported model is also
+compared with the paper's form, in which the residual is a branch in activation space, whose rounding differs. As the
+paper does, the report gives perplexity, error of the logits and latency.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,10 @@ from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.residual import Residuals, add_, branch_
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA, IGNORE, WORKING_DTYPE
+from dlr_pretrain.util.text import perplexity
 
-SEQUENCES = 8  # in one forward pass
-TIMED = 0.2  # seconds of forward passes of each form, at least
+SEQUENCES = 8  # per forward pass
+TIMED = 0.2  # the least seconds of forward passes that a latency is measured over
 
 
 def fold_checkpoint(
@@ -44,67 +44,63 @@ def fold_checkpoint(
 ) -> list[str]:
     """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
-    ``tensors`` are those of the checkpoint's model, with their fused names. ``dtype`` and ``dense`` are the form that
-    is written (see ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has
-    residuals, the report is measured on about ``tokens`` tokens of the run's validation text (0: not measured) on
-    ``device``.
-    ``record`` and the report go into ``fold.json`` and the folder's README.
-    Raises UserError if a check fails.
+    ``tensors`` are the checkpoint's, by their fused names. They are exported merged into dense weights if ``dense``,
+    and in ``dtype``; fp32 masters cast to bf16 equal the working weights bit for bit. If the model has residuals, the
+    report is measured on ``device``, on about ``tokens`` tokens of the run's validation text (0: not measured).
+    ``record`` and the report go into ``fold.json`` and the folder's README. Raises UserError if a check fails.
     """
     cfg = parse(read_config(run))
-    rows = len(tensors["lm_head.weight"])
     has_residual = cfg.dlr.enabled and cfg.dlr.mode == "residual"
-    folded = folded_tensors(cfg, tensors) if has_residual else exported(cfg, tensors)
+    folded = folded_tensors(cfg, tensors) if has_residual else by_exported_name(cfg, tensors)
     report = [] if has_residual else [f"{'layers':<29} nothing to fold"]
     if tokens > 0 and has_residual:
-        written = deployed(cfg, folded, dense, dtype)
+        target = deployed(cfg, folded, dense, dtype)
         same = {"weights_identical": are_trained(cfg, tensors, folded)}
-        found = same | consistency(cfg, tensors, *written, validation_of(run, cfg, tokens), device)
-        record = record | {f"fold/{name}": value for name, value in found.items()}
-        told = {name.replace("_", " "): few_digits(value, 6) for name, value in found.items() if value is not None}
-        report = [f"{name:<29} {value}" for name, value in told.items()]
-        if not found["weights_identical"]:
+        changes = same | consistency(cfg, tensors, *target, validation_of(run, cfg, tokens), device)
+        record = record | {f"fold/{name}": value for name, value in changes.items()}
+        report = [f"{name.replace('_', ' '):<29} {few_digits(value, 6)}" for name, value in changes.items()]
+        if not changes["weights_identical"]:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
-    ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
+    shape = VERIFIED_SEQUENCES, cfg.train.seq_len
+    ids = torch.randint(3, len(tensors["lm_head.weight"]), shape, generator=torch.Generator().manual_seed(0))
     checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype)
     return [*report, f"{'checked':<29} {checked}"]
 
 
 def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
-    """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
-    few, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
-    without = "scripts/fold.py --tokens 0 folds without the text"
+    """About ``tokens`` tokens of the run's own validation text, but no more than the run was evaluated on."""
+    limited, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
+    alternative = "scripts/fold.py --tokens 0 folds without the text"
     try:
-        source = open_source(few, version=record.get("data.version"))
+        source = open_source(limited, version=record.get("data.version"))
     except UserError as error:
-        raise UserError(f"{error}. {without}") from error
+        raise UserError(f"{error}. {alternative}") from error
     trained = record.get("identity", {}).get("data.shards", source.fingerprint)
-    if source.fingerprint != trained:  # its perplexity would not be the run's
-        rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"
-        raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back; {without}")
-    return validation_set(few, source, load_tokenizer(run / "tokenizer"))
+    if source.fingerprint != trained:  # the perplexity would not be comparable with the run's
+        rule = f"data.shards={source.fingerprint[:12]} instead of the run's {trained[:12]} ({MANIFEST})"
+        raise UserError(f"{source.describe()}: the text has changed, {rule}. Restore the run's text; {alternative}")
+    return validation_set(limited, source, load_tokenizer(run / "tokenizer"))
 
 
 def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of the ``tensors`` of a checkpoint with every residual folded in, by their exported names."""
+    """A copy of a checkpoint's ``tensors`` with every residual folded in, by their exported names."""
     model = build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
     folded = {name: tensor.clone() for name, tensor in tensors.items()}
     add_(folded, model, cfg.dlr)
-    return exported(cfg, folded)
+    return by_exported_name(cfg, folded)
 
 
-def exported(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The ``tensors`` of a checkpoint by their exported names."""
+def by_exported_name(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's ``tensors`` by their exported names."""
     model = build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
     return split(model, {name: tensor for name, tensor in tensors.items() if name != ALPHA})
 
 
 @torch.no_grad()
 def are_trained(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
-    """Whether ``folded`` are, bit for bit, the weights that training makes from ``tensors`` and multiplies by."""
-    model = build_model(
-        cfg, len(tensors["lm_head.weight"]), torch.device("cpu"), WORKING_DTYPE[cfg.precision.name], False
-    )
+    """Whether ``folded`` equal, bit for bit, the working weights that training forms from ``tensors``."""
+    cpu, dtype = torch.device("cpu"), WORKING_DTYPE[cfg.precision.name]
+    model = build_model(cfg, len(tensors["lm_head.weight"]), cpu, dtype, initialize=False)
     values = {name: tensors[name].clone() for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         p.copy_(values[name])
@@ -125,27 +121,27 @@ def consistency(
     validation: ValidationSet,
     device: torch.device,
 ) -> dict[str, object]:
-    """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to what is written.
+    """What folding changed, by name: the model of ``cfg`` with a checkpoint's ``state`` against the exported model.
 
-    ``own`` and ``weights`` are the configuration and tensors of the folder (see ``deployed``). All compute in the run's
-    working dtype. Latencies are medians in ms. Before folding, the residual is a branch in activation space.
+    ``own`` and ``weights`` are the exported configuration and tensors (see ``deployed``). Both models compute in the
+    run's working dtype. Before folding, the residual is a branch in activation space. Latencies are medians in ms.
     """
-    before = _model(cfg, exported(cfg, state), device)
+    before = _model(cfg, by_exported_name(cfg, state), device)
     branch_(before, cfg.dlr, state.get(ALPHA))
     own = replace(own, dlr=replace(cfg.dlr, enabled=False))
     after = _model(own, weights, device)
     models = {"before": before, "after": after}
-    counts = (parameter_counts(cfg, before)["total"], parameter_counts(own, after)["total"])
     return {
         "layers": 7 * cfg.scale.num_layers,
-        **dict(zip(("parameters_before", "parameters_after"), counts, strict=True)),
+        "parameters_before": parameter_counts(cfg, before)["total"],
+        "parameters_after": parameter_counts(own, after)["total"],
         **_compare(models, validation, device),
         **_latencies(models, validation, device),
     }
 
 
 def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:
-    """The model of ``cfg`` in its working dtype; its products are those of training."""
+    """The model of ``cfg`` in the working dtype of training."""
     dtype = WORKING_DTYPE[cfg.precision.name]
     model = build_model(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
     load_(model, tensors)
@@ -153,7 +149,7 @@ def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> 
 
 
 def batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """(ids, targets[, documents]) of a few sequences at a time."""
+    """Yields (ids, targets[, documents]) of a few sequences at a time."""
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
         tokens, lengths = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
@@ -161,7 +157,7 @@ def batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple[T
 
 
 def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, float]:
-    """Perplexities of both models, and errors of the logits of "after" against "before", over all targets."""
+    """The perplexities of both models, and the errors of the logits of "after" against "before", over all targets."""
     targets, error, size = 0, 0.0, 0.0
     losses = dict.fromkeys(models, 0.0)
     for ids, target, *documents in batches(validation, device):
@@ -174,20 +170,20 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
         size += logits["before"].abs().mean(1, dtype=torch.float64).sum().item()
     return {
         "targets": targets,
-        **{f"perplexity_{name}": math.exp(loss / targets) for name, loss in losses.items()},
+        **{f"perplexity_{name}": perplexity(loss / targets) for name, loss in losses.items()},
         "logits_mean_absolute_error": error / targets,
         "logits_mean_relative_error": error / size,
     }
 
 
 def _latencies(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
-    """Median milliseconds of a forward pass of each model, and the input in words."""
+    """The median milliseconds of a forward pass of each model, and a description of the input."""
     ids, _, *documents = next(batches(validation, device))
-    found: dict[str, object] = {}
+    latencies: dict[str, object] = {}
     for name, model in models.items():
-        given = {"model": model, "inputs": (ids, *documents)}
-        timer = Timer("model.logits(*inputs)", globals=given, num_threads=torch.get_num_threads())
-        found[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
+        variables = {"model": model, "inputs": (ids, *documents)}
+        timer = Timer("model.logits(*inputs)", globals=variables, num_threads=torch.get_num_threads())
+        latencies[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kind = str(models["after"].lm_head.weight.dtype).removeprefix("torch.")
-    return found | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}
+    return latencies | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}

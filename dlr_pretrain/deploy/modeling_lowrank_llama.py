@@ -1,17 +1,16 @@
 """LLaMA with low-rank linear layers, for transformers 4.57 and 5.x.
 
-This file travels with the checkpoint (``trust_remote_code=True``) and needs torch and transformers only. Cache,
-attention kernels, generation and everything else are the library's own LLaMA; the seven projections of each block are
+This file is part of the checkpoint (``trust_remote_code=True``) and needs only torch and transformers. Cache, attention
+kernels, generation and everything else are those of the library's LLaMA; the seven projections of each block are
 
     lowrank    y = s B A x
     cola       y = s B silu(A x)
-    lost       y = gamma B phi(A x) + (1 - gamma) S x_I, with x_I some of the input channels
-    lax        y = B z, where z joins A x with the latent from the same projection of the previous block
+    lost       y = gamma B phi(A x) + (1 - gamma) S x_I, where x_I are some of the input channels
+    lax        y = B z, where z joins A x with the latent of the same projection in the previous block
     cola_lax   the same, with a SiLU between the factors
 
-The latents of lax and cola_lax belong to one forward pass: the model makes a ``Latents`` for each call, and the
-library's loop passes it to every block as an argument. A latent belongs to its position, so that a cached position
-needs none.
+In lax and cola_lax the model makes a ``Latents`` for each forward pass, which the library's loop passes to every block
+as an argument. A position reads no latents of other positions, so cached positions need none.
 """
 
 from functools import wraps
@@ -36,16 +35,16 @@ from transformers.models.llama.modeling_llama import (
 )
 
 try:
-    from transformers.initialization import copy_  # leaves alone what a checkpoint has set
-except ImportError:  # transformers 4 does not ask for modules that are set
+    from transformers.initialization import copy_  # skips tensors that a checkpoint has set
+except ImportError:  # transformers 4 initialises only modules that no checkpoint has set
     copy_ = Tensor.copy_
 
 
 class LowRankLlamaConfig(LlamaConfig):
     """LLaMA's configuration, with the kind of low-rank layer (``backbone``), its ``rank``, and its formula's settings.
 
-    lowrank, cola: s is ``latent_scale``. lost: ``gamma``, ``sparsity`` (the share of the channels of x that are in x_I)
-    and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate`` ("tensor" or "dense").
+    lowrank, cola: ``latent_scale`` is s. lost: ``gamma``, ``sparsity`` (the share of the channels of x that are in x_I)
+    and ``activation`` (phi, "silu" or "none"). lax, cola_lax: ``gate`` ("tensor" or "dense").
     """
 
     model_type = "lowrank_llama"
@@ -72,14 +71,14 @@ class LowRankLlamaConfig(LlamaConfig):
 
     @property
     def crosses(self) -> bool:
-        """Whether latents pass from block to block."""
+        """Whether each block reads latents of the previous one."""
         return self.backbone in ("lax", "cola_lax")
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """Ranks divide the factor of a projection that touches the heads, or the wide side of the MLP.
+        """Tensor parallelism splits the factor next to the attention heads or to the MLP's wide side.
 
-        x_I of lost are channels of the whole x, so that its products are gathered, and o and down are not divided.
+        In lost, x_I are channels of the whole x: its outputs are gathered, and o_proj and down_proj are not split.
         """
         inward = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
         if self.backbone == "lost":
@@ -90,14 +89,14 @@ class LowRankLlamaConfig(LlamaConfig):
 
     @property
     def base_model_pp_plan(self) -> dict[str, tuple] | None:
-        """None where latents cross: a stage gets hidden states alone."""
+        """None if latents pass between blocks: a pipeline stage receives hidden states alone."""
         return None if self.crosses else LlamaConfig.base_model_pp_plan
 
 
 class Latents:
-    """What crosses in one forward pass: (block, projection) -> latent [..., rank]. No container that hooks would copy.
+    """The latents of one forward pass: (block, projection) -> [..., rank]. Not a dict, which hooks would copy.
 
-    A block that is computed again for gradient checkpointing keeps the latents of its first run, whose graph they are.
+    A block that gradient checkpointing recomputes keeps the latents of its first run, to whose graph they belong.
     """
 
     def __init__(self):
@@ -107,7 +106,8 @@ class Latents:
 class LowRankLinear(nn.Module):
     """y = s B phi(A x) with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
-    phi is a SiLU in cola, cola_lax and, unless ``activation`` says none, in lost; the identity in lowrank and lax."""
+    phi is a SiLU in cola, cola_lax and, unless ``activation`` is "none", lost; it is the identity in lowrank and lax.
+    """
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
         super().__init__()
@@ -125,7 +125,7 @@ class LowRankLinear(nn.Module):
 
 
 class LostLinear(LowRankLinear):
-    """y = gamma B phi(A x) + (1 - gamma) S x_I; I are the ``channels``."""
+    """y = gamma B phi(A x) + (1 - gamma) S x_I, where I are the ``channels``."""
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
         super().__init__(d_in, d_out, config, block, name)
@@ -136,7 +136,7 @@ class LostLinear(LowRankLinear):
         self.gamma = config.gamma
 
     def spread(self, count: int) -> Tensor:
-        """The channels before a checkpoint says which: ``count`` of all, equally far apart."""
+        """The channels until a checkpoint sets them: ``count`` equally spaced ones."""
         return torch.arange(count) * self.d_in // count
 
     def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
@@ -145,7 +145,7 @@ class LostLinear(LowRankLinear):
 
 
 class TensorGate(nn.Module):
-    """G(c) = E2^T C E1, where C [n1, n2] is c reshaped; n1 n2 = rank, and n1 <= n2 are as close as possible."""
+    """G(c) = E2^T C E1, where C [n1, n2] is c reshaped, n1 n2 = rank, and n1 <= n2 are as close as possible."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -158,7 +158,7 @@ class TensorGate(nn.Module):
 
 
 class LaxLinear(LowRankLinear):
-    """y = B z, z = phi(norm(A x + G(c))), where c is the z of the previous block. The first block has z = phi(A x)."""
+    """y = B z, z = phi(norm(A x + G(c))), where c is the previous block's z. In the first block, z = phi(A x)."""
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
         super().__init__(d_in, d_out, config, block, name)
@@ -188,7 +188,7 @@ LAYERS = {
 
 class LowRankLlamaAttention(LlamaAttention):
     def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        nn.Module.__init__(self)  # the library's own would build dense projections
+        nn.Module.__init__(self)  # the library's would build dense projections
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         self.config, self.layer_idx = config, layer_idx
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -268,7 +268,7 @@ class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
                 nn.init.normal_(e, std=self.config.initializer_range)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
-        """As the library's, never reentrant: that follows gradients through hidden states alone, and latents cross."""
+        """Like the library's, but never reentrant: that variant would lose the gradients of latents."""
         given = gradient_checkpointing_kwargs or {}
         super().gradient_checkpointing_enable(given | {"use_reentrant": False}, **kwargs)
 
@@ -307,11 +307,11 @@ class LowRankLlamaForCausalLM(LowRankLlamaPreTrainedModel, LlamaForCausalLM, Gen
 
 
 class LowRankLlamaForSequenceClassification(GenericForSequenceClassification, LowRankLlamaPreTrainedModel):
-    """A class of the whole text, from its last token."""
+    """Classifies a text by its last token."""
 
 
 class LowRankLlamaForTokenClassification(GenericForTokenClassification, LowRankLlamaPreTrainedModel):
-    """A class of each token."""
+    """Classifies each token."""
 
 
-AutoModel.register(LowRankLlamaConfig, LowRankLlamaModel, exist_ok=True)  # the generic heads ask it for their body
+AutoModel.register(LowRankLlamaConfig, LowRankLlamaModel, exist_ok=True)  # the classifiers build their body through it

@@ -1,9 +1,10 @@
-"""Supervised fine-tuning of deployed folders by TRL's ``SFTTrainer``, with the protocol of the DLR paper.
+"""Supervised fine-tuning of exported folders by TRL's ``SFTTrainer``, with the protocol of the DLR paper.
 
-All parameters are trained. The loss is on the response and its </s> alone, averaged over the tokens of an update.
-Weights and moments are fp32 even if the forward pass is bf16: at 2e-5 most updates are smaller than half a step of bf16
-at the size of a weight (|w| ~ 0.03: 6e-5), and pure bf16 would round them away. The paper does not specify its prompt
-(here Alpaca's own), warm-up (3%), weight decay (0), AdamW's betas and eps (0.9, 0.999, 1e-8) and clipping (1.0).
+All parameters are trained. The loss covers the response and its </s> alone, and is averaged over an update's tokens.
+Weights and moments are fp32 even if the forward pass is bf16: at a learning rate of 2e-5 most updates are smaller than
+half of bf16's spacing at the size of a weight (|w| ~ 0.03: 6e-5), and pure bf16 would round them away. The paper does
+not specify its prompt (here Alpaca's), warm-up (3%), weight decay (0), AdamW's betas and eps (0.9, 0.999, 1e-8) or
+clipping (1.0).
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ request.
 
 
 def prompt_of(instruction: str, given: str = "") -> str:
-    """Stanford Alpaca's prompt for a response to ``instruction`` about the input ``given``."""
+    """Stanford Alpaca's prompt for an ``instruction`` about the input ``given``, if any."""
     paired = ", paired with an input that provides further context" if given.strip() else ""
     context = f"\n### Input:\n{given}\n" if given.strip() else ""
     return PROMPT.format(instruction=instruction, paired=paired, context=context)
 
 
 def read_rows(source: str):
-    """Prompts and completions of a .json or .jsonl file, or of the split "train" of a dataset of the hub.
+    """Prompts and completions from a .json or .jsonl file, or from the split "train" of a dataset on the hub.
 
-    Its rows have the texts ``instruction`` and ``output``, and may have ``input``.
+    Source rows have the texts ``instruction`` and ``output``, and optionally ``input``.
     """
     from datasets import load_dataset
 
@@ -55,16 +56,16 @@ def read_rows(source: str):
     try:
         rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
         return rows.map(pair, remove_columns=rows.column_names)
-    except Exception as error:  # whatever the library raises: it differs between its versions
-        fix = "Rows are instruction, input and output; name a local .json or .jsonl file with --data"
+    except Exception as error:  # the types of errors differ between versions of the library
+        fix = "Rows have instruction, input and output; name a local .json or .jsonl file with --data"
         raise UserError(f"{source}: cannot be read: {first_line(error)}. {fix}") from error
 
 
 def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32: bool = False, **settings) -> None:
-    """Tune ``folder`` on ``rows`` and write ``output``, a folder of the same kind with fp32 weights and ``sft.json``.
+    """Fine-tune ``folder`` on ``rows`` and write ``output``, an exported folder with fp32 weights and ``sft.json``.
 
-    ``seed`` is that of the order of the rows, ``batch`` the rows of an update over all ranks, and ``settings`` are
-    those of ``SFTConfig`` beside the paper's. The forward pass is bf16 unless ``fp32``. Under torchrun every rank calls
+    ``seed`` sets the order of the rows, ``batch`` is the number of rows per update over all ranks, and ``settings``
+    of ``SFTConfig`` override the paper's. The forward pass is bf16 unless ``fp32``. Under torchrun every rank calls
     this. Raises UserError if a loss is not finite.
     """
     from trl import SFTConfig, SFTTrainer

@@ -1,10 +1,10 @@
-"""The exported tokenizer: what ``AutoTokenizer`` reads without remote code.
+"""Exports the tokenizer in the form that ``AutoTokenizer`` reads without remote code.
 
-A ``tokenizer.json`` is exported as it is, without what it adds to a text (the model has seen texts and ends alone). Of
-a sentencepiece model this module makes one, whose normaliser and splits give raw sentencepiece's ids, with two known
-differences. Sentencepiece adds scores in fp32 along the whole text, the ``tokenizers`` library in fp64, so that it can
-choose another of several splits with equal scores (runs of "_" or "000"; 7 of 2,500 documents of C4 with some
-versions). In random Unicode only, a combining mark after a character that NFKC rewrites is dropped.
+A ``tokenizer.json`` is exported without the tokens that it would add to a text, because training saw only texts and
+ends of sequence. A sentencepiece model is converted to a ``tokenizer.json`` with the same ids, with two known
+exceptions. (1) Sentencepiece sums scores in fp32 along the whole text, the ``tokenizers`` library in fp64, so they may
+choose differently between splits with equal scores (runs of "_" or "000"; 7 of 2,500 documents of C4 with some
+versions). (2) A combining mark after a character that NFKC rewrites is dropped; this was seen in random Unicode only.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from dlr_pretrain.data.tokenizer import MODELS, SETTINGS, SPACE, FastTokenizer, 
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import copy_file, write_text
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
-UNIGRAM, BPE = 1, 2  # kinds of models
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # sentencepiece's types of pieces
+UNIGRAM, BPE = 1, 2  # sentencepiece's types of models
 
 
 def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
-    """Write ``tokenizer`` into ``folder`` for ``AutoTokenizer.from_pretrained(folder)``.
+    """Write ``tokenizer`` to ``folder`` for ``AutoTokenizer.from_pretrained(folder)``.
 
-    The tokenizer appends no end of sequence. "</s>" in a text is read as the end of sequence, as tools expect that
-    write it there (TRL, chat templates); with ``split_special_tokens=True`` it is four ordinary characters, as in
-    training.
+    The exported tokenizer appends no end of sequence. It reads "</s>" in a text as the end of sequence, as TRL and chat
+    templates expect; with ``split_special_tokens=True`` it reads four ordinary characters, as training did.
     """
     fast = fast_tokenizer(tokenizer)
-    write_text(folder / MODELS[1], fast.to_str(pretty=True))  # its own ``save`` raises plain Exceptions
+    write_text(folder / MODELS[1], fast.to_str(pretty=True))  # ``fast.save`` raises plain Exceptions
     if not isinstance(tokenizer, FastTokenizer):
         copy_file(tokenizer.path, folder / tokenizer.saved_as)
-        if isinstance(fast.model, models.BPE):  # llama.cpp takes the pieces of a file of this name for those of BPE
+        if isinstance(fast.model, models.BPE):  # llama.cpp reads a file of this name as BPE
             copy_file(tokenizer.path, folder / MODELS[2])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -50,9 +49,9 @@ def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> Non
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> Fast:
-    """The tokenizer as one of the ``tokenizers`` library. Raises UserError if that could not give its ids.
+    """The tokenizer as one of the ``tokenizers`` library. Raises UserError if that library cannot return its ids.
 
-    This takes a fraction of a second: call it before a long run as well.
+    The conversion takes a fraction of a second, so a long run calls it first, too.
     """
     if isinstance(tokenizer, FastTokenizer):
         plain = {"post_processor": None, "truncation": None, "padding": None}
@@ -67,7 +66,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> Fast:
 
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
-    """A sentencepiece model in the other library, and the ids of its pieces that no text contains."""
+    """A sentencepiece model converted to the ``tokenizers`` library, and the ids of its unknown and control pieces."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())  # type: ignore[attr-defined]
@@ -78,9 +77,10 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
         "writes spaces as suffixes": proto.trainer_spec.treat_whitespace_as_suffix,
         "does not mark spaces": not spec.escape_whitespaces,
     }
-    for reason in (text for text, found in unsupported.items() if found):
-        rule = f"{reason}, and cannot be exported for transformers. Use a model such as T5's"
-        raise UserError(f"{tokenizer.path}: {rule}")
+    for reason, found in unsupported.items():
+        if found:
+            rule = "and cannot be exported for transformers. Use a model such as T5's"
+            raise UserError(f"{tokenizer.path}: {reason}, {rule}")
     has_bytes = any(piece.type == BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.type == UNKNOWN)
     if kind == UNIGRAM:
@@ -89,7 +89,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
     else:
         fast = Fast(_bpe(pieces, pieces[unknown].piece, has_bytes))
     fast.normalizer = normalizers.Sequence(_normalisers(spec))
-    if has_bytes:  # bytes become characters before spaces become visible
+    if has_bytes:  # bytes are joined to characters before the leading space is stripped
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         fast.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix)
     else:
@@ -98,21 +98,17 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
 
 
 def _bpe(pieces, unknown: str, has_bytes: bool) -> models.BPE:
-    """Sentencepiece joins the two neighbours that make the piece of the best score: merges in the order of scores."""
+    """The BPE model with sentencepiece's merges: it joins the two neighbours whose joint piece scores best."""
     ids = {piece.piece: i for i, piece in enumerate(pieces)}
     ordinary = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
-    ranked = [
-        (-score, ids[piece[:at]], ids[piece[at:]], piece[:at], piece[at:])
-        for piece, score in ordinary.items()
-        for at in range(1, len(piece))
-        if piece[:at] in ordinary and piece[at:] in ordinary
-    ]
-    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    splits = ((piece[:at], piece[at:]) for piece in ordinary for at in range(1, len(piece)))
+    merges = [(left, right) for left, right in splits if left in ordinary and right in ordinary]
+    merges.sort(key=lambda pair: (-ordinary["".join(pair)], ids[pair[0]], ids[pair[1]]))
     return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
 
 
 def _normalisers(spec) -> list[normalizers.Normalizer]:
-    """Sentencepiece's steps in its order: character map, squeeze spaces, one space in front, spaces made visible."""
+    """Sentencepiece's steps, in its order: map characters, squeeze spaces, prepend a space, make spaces visible."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -127,11 +123,11 @@ def _normalisers(spec) -> list[normalizers.Normalizer]:
 
 
 def _split_literal_specials(pieces) -> pre_tokenizers.PreTokenizer:
-    """A pre-tokenizer that cuts "</s>" in a text in two.
+    """A pre-tokenizer that splits a literal "</s>" in a text.
 
-    Sentencepiece never matches a control piece in a text; the ``tokenizers`` model would, because the piece is in its
-    vocabulary. If possible, the cut is at a place that no ordinary piece spans and that does not separate two unknown
-    characters, which would otherwise become one <unk>.
+    Sentencepiece never matches a control piece in a text; the ``tokenizers`` library would, because the piece is in its
+    vocabulary. If possible, no ordinary piece spans the cut, and the cut does not separate two unknown characters,
+    which would otherwise become one <unk>.
     """
     ordinary = {piece.piece for piece in pieces if piece.type == NORMAL}
     patterns = []

@@ -1,8 +1,8 @@
-"""Zero-shot accuracy by lm-evaluation-harness: its prompts, its model class, its metrics.
+"""Zero-shot accuracy by lm-evaluation-harness, with its prompts, model class and metrics.
 
-The folder's tokenizer adds no special token. T5's, as published, ends every text with </s>, which gives BoolQ 37.83 and
-MMLU 22.95 for each model of the DLR paper: where a choice is one token, </s> is scored in its place, all choices tie,
-and the first of them wins. ``as_in_paper`` does the same.
+The exported tokenizer adds no special token. T5's, as published, ends every text with </s>, and gives BoolQ 37.83 and
+MMLU 22.95 for each model of the DLR paper: if a choice is one token, </s> is scored in its place, all choices tie, and
+the first one wins. ``as_in_paper`` reproduces this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.util.errors import UserError, first_line
 
-# Task -> the folder of the harness that has it. Reading these alone saves the seconds that its 14,000 files take.
+# Task -> its folder in the harness. Reading only these folders saves seconds: the harness has 14,000 files.
 TASKS = {
     "arc_challenge": "arc",
     "boolq": "super_glue/boolq",
@@ -38,14 +38,14 @@ class EndsEachText(HFLM):
 
 
 def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
-    """By each name of a comma-separated list, or of "all": the harness's tasks, with documents of ``data`` or the hub.
+    """The harness's tasks, by each name of a comma-separated list (or "all"), with documents from ``data`` or the hub.
 
-    ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. No
-    example precedes a question, so that only the split with the questions is read. Raises UserError for another name.
+    ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. Only the
+    split with the questions is read, because no example precedes a question. Raises UserError for an unknown name.
     """
     names = list(TASKS) if given == "all" else [name.strip() for name in given.split(",")]
     if unknown := [name for name in names if name not in TASKS]:
-        raise UserError(f"--tasks: {unknown[0]!r} is no task. Choose from {', '.join(TASKS)}, or all")
+        raise UserError(f"--tasks: {unknown[0]!r} is not a task. Choose from {', '.join(TASKS)}, or all")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     folders = [str(Path(lm_eval.tasks.__file__).parent / TASKS[name]) for name in names]
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=folders)
@@ -59,23 +59,23 @@ def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
         try:
             tasks[name] = manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
             for task in tasks[name].values():
-                len(task.eval_docs)  # is read when it is first asked for
-        except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
+                len(task.eval_docs)  # reads the documents
+        except Exception as error:  # the hub, and a document that the harness cannot read, raise errors of many types
             rule = f"its documents cannot be read from {data or 'the hub'}: {type(error).__name__}: {first_line(error)}"
-            fix = "Name a folder that has <task>/<split>.jsonl with the hub's field names with --data"
+            fix = "Name with --data a folder that has <task>/<split>.jsonl with the hub's field names"
             raise UserError(f"{name}: {rule}. {fix}") from error
     return tasks
 
 
 def evaluate(folder: Path, tasks: dict[str, dict], as_in_paper: bool, limit: int | None, **how) -> dict | None:
-    """``context_length``, ``dtype`` and, by task, the ``measures`` of a folder; raises as ``open_folder`` does.
+    """A folder's ``context_length``, ``dtype`` and, by task, ``measures``. Raises UserError as ``open_folder`` does.
 
-    ``how`` are settings of ``HFLM``. Under torchrun the GPUs share the documents, and ranks but the first get None.
-    ``limit`` documents of each task, or of each subject of MMLU, are read.
+    ``limit`` documents of each task, or of each subject of MMLU, are read. ``how`` are settings of ``HFLM``. Under
+    torchrun the GPUs share the documents, and every rank but the first returns None.
     """
-    open_folder(folder)  # the harness would not mind missing weights
+    open_folder(folder)  # the harness does not refuse missing weights
     kind, device = EndsEachText if as_in_paper else HFLM, "cuda" if torch.cuda.is_available() else "cpu"
-    model = kind(str(folder), softmax_dtype="float32", device=device, **how)  # sums rounded to bf16 would make ties
+    model = kind(str(folder), softmax_dtype="float32", device=device, **how)  # scores rounded to bf16 would tie
     parts = {name: task for of_task in tasks.values() for name, task in of_task.items()}
     found = evaluator.evaluate(model, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)
     if found is None:
@@ -87,8 +87,8 @@ def evaluate(folder: Path, tasks: dict[str, dict], as_in_paper: bool, limit: int
 def measures(parts: list[list[dict]]) -> dict[str, float | None]:
     """The measures of a task from the harness's samples of its parts; accuracies are between 0 and 1.
 
-    acc, acc_norm       over all documents; acc_norm, with scores divided by the choices' characters, if the task has it
-    stderr              of acc over documents; None for a single one
+    acc, acc_norm       over all documents; acc_norm divides scores by the choices' characters, if the task has it
+    stderr              of acc over the documents; None for a single document
     n                   number of documents
     distinct_choices    number of choices that were ever picked; 1 if the answer is always the same
     """
@@ -103,10 +103,10 @@ def measures(parts: list[list[dict]]) -> dict[str, float | None]:
 
 
 def combine(checkpoints: list[dict[str, dict]]) -> tuple[dict[str, dict], dict]:
-    """(measures by task, those of the average over tasks) of ``checkpoints``, such as the seeds of a method.
+    """The measures by task of several ``checkpoints``, such as a method's seeds, and those of the average over tasks.
 
-    One checkpoint keeps its own measures. Several have the mean of ``acc``, its standard deviation ``std`` over the
-    checkpoints (n - 1 in the denominator), and the smallest ``distinct_choices``.
+    A single checkpoint keeps its own measures. For several, ``acc`` is the mean, ``std`` its standard deviation over
+    the checkpoints (n - 1 in the denominator), and ``distinct_choices`` the smallest.
     """
     accs = pd.DataFrame([{name: task["acc"] for name, task in each.items()} for each in checkpoints])
     average = accs.mean(axis=1)

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. They end a command with one clear message, no traceback and an exit code."""
+"""Errors that a user can fix. Each ends a command with one clear message and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import NoReturn, TextIO
 from dlr_pretrain.util.process import spin_briefly
 from dlr_pretrain.util.secrets import redact
 
-EXIT_CONFIG = 2  # a configuration problem: nothing was started
+EXIT_CONFIG = 2  # the configuration is wrong: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it diverged
 EXIT_LOST = 4  # a rank was lost or hangs, or data do not arrive: the same command continues
 EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one that no handler turns into a stop
-EXIT_STOPPED = 75  # stopped early, and saved if there was anything to save: the same command continues
-FIXES = {
+EXIT_STOPPED = 75  # stopped early; what had begun is saved: the same command continues
+FIXES = {  # by error number
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Change its permissions, or name another place"),
     errno.ENOTDIR: "A part of the path is a file: name another place",
@@ -32,7 +32,7 @@ FIXES = {
 class UserError(Exception):
     """An error whose message names the file or key, and the fix. The process exits with ``exit_code``.
 
-    A message of others may hold a signed address: the message is without its secrets.
+    Secrets are hidden in the message, which may quote a signed address.
     """
 
     exit_code = EXIT_FAILED
@@ -42,42 +42,44 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """Numbers that are not finite ended the run."""
+    """The run ended because its loss or gradients are not finite."""
 
 
 class RankLost(UserError):
-    """Ranks wait for a rank that has died or does not advance."""
+    """A rank has died or does not advance, and the others wait for it."""
 
     exit_code = EXIT_LOST
 
 
 class Stalled(UserError):
-    """The disk or the hub that a run reads from does not answer. The run saves its state."""
+    """The disk or hub that the run reads from does not answer. The run saves its state."""
 
     exit_code = EXIT_LOST
 
 
 class Stopped(UserError):
-    """The run was asked to stop early, and has saved what there was to save."""
+    """The run was asked to stop early and has saved its state."""
 
     exit_code = EXIT_STOPPED
 
 
 def first_line(error: BaseException | str) -> str:
     """The first line of an error's message, without its full stop; the error's type if the message is empty."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return said.rstrip(".") or type(error).__name__
+    line, *_ = str(error).strip().splitlines() or [""]
+    return line.strip().rstrip(".") or type(error).__name__
 
 
 def file_error(error: OSError) -> UserError:
-    """An error of a file system as one that names the file, and what helps if that is known."""
+    """The UserError for an error of the file system: it names the file, and the fix if one is known."""
     place, said = error.filename2 or error.filename, error.strerror or str(error)
-    return UserError(". ".join(filter(None, (f"{place}: {said}" if place else said, FIXES.get(error.errno or 0)))))
+    message = f"{place}: {said}" if place else said
+    fix = FIXES.get(error.errno or 0)
+    return UserError(f"{message}. {fix}" if fix else message)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError in this context names ``path`` if it names no file, as those of reads, writes and flushes do not."""
+    """Add ``path`` to an OSError that names no file: errors of reads, writes and flushes do not."""
     try:
         yield
     except OSError as error:
@@ -86,7 +88,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Write the error to where torchrun's summary of failures reads it; a UserError without its traceback."""
+    """Write the error to the file that torchrun's summary reads; a UserError goes there without its traceback."""
     if isinstance(error, UserError):
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -96,47 +98,43 @@ def record_for_torchrun(error: BaseException) -> None:
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> None:
-    """Print to a stream that may be gone, such as a closed terminal. If it is, this and later output is discarded."""
+    """Print to a stream that may be closed, such as a terminal's. If it is, this and all later output is discarded."""
     try:
         print(redact(text), file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())  # otherwise the rest of the buffer would fail again when the process ends
+            os.dup2(null, stream.fileno())  # otherwise flushing the buffer fails again when the process ends
             os.close(null)
 
 
 def write_to_stderr(text: str) -> None:
-    """Write a line to stderr at once. Signal handlers may call this, and it does not fail if stderr is gone."""
+    """Write a line to stderr, unbuffered. Signal handlers may call this. A closed stderr is not an error."""
     with suppress(OSError):
         os.write(2, f"{redact(text)}\n".encode())
 
 
 def exit_process(error: UserError, say: bool = True) -> NoReturn:
-    """End the process at once, from any thread, without writing anything else to the run."""
+    """End the process at once, from any thread. Nothing more is written to the run."""
     if say:
         write_to_stderr(f"\n{error}" if isinstance(error, Stopped) else f"\nerror: {error}")
     try:
-        raise error  # torchrun's handler reads the exception that is being handled
+        raise error  # torchrun's handler records the exception that is being handled
     except UserError:
         record_for_torchrun(error)
     finally:
         os._exit(error.exit_code)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Commands
-
-
 def command(act: Callable[[], int | None]) -> int:
-    """Run ``act`` and return the command's exit code: the value of ``act`` (None: 0), or the code of what ended it.
+    """Run ``act`` and return the exit code: the value of ``act`` (None: 0), or the code of the error that ended it.
 
-    An error that a user can fix is printed in one line. If the reader of the output has gone, as after ``| head``, no
-    error is printed. A character that the output's encoding lacks is printed as its number.
+    An error that a user can fix is printed in one line. A closed pipe, as after ``| head``, is not reported. A
+    character that the output's encoding lacks is printed as an escape.
     """
     spin_briefly()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # not in a notebook
+        if isinstance(stream, TextIOWrapper):  # a notebook's streams are not
             stream.reconfigure(errors="backslashreplace")
     try:
         code = act() or 0
@@ -154,27 +152,28 @@ def command(act: Callable[[], int | None]) -> int:
 
 def report_error(error: UserError | OSError) -> int:
     """Print an error that a user can fix, record it for torchrun, and return its exit code."""
-    said = str(file_error(error) if isinstance(error, OSError) else error)
-    say_once(said if isinstance(error, Stopped) else f"error: {said}")
+    message = str(file_error(error) if isinstance(error, OSError) else error)
+    say_once(message if isinstance(error, Stopped) else f"error: {message}")
     record_for_torchrun(error)
     return getattr(error, "exit_code", EXIT_FAILED)
 
 
 def say_once(text: str) -> None:
-    """Print to stderr on rank 0: ranks end together, and torchrun's summary has the error of one that fails alone."""
+    """Print to stderr on rank 0 alone. torchrun's summary shows the error of a rank that fails alone."""
     if os.environ.get("RANK", "0") == "0":
         say(text, sys.stderr)
 
 
 class Parser(ArgumentParser):
-    """Of a command's arguments. What it says of wrong ones is without their secrets."""
+    """Parses a command's arguments. Its error messages hide secrets."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redact(message))
 
 
 def at_least_1(text: str) -> int:
-    """A whole number above 0, as the type of an argument."""
+    """Converts an argument to a positive integer."""
+
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""Small files that a crash cannot damage, JSON that may be damaged all the same, and locks on folders."""
+"""Files that a crash cannot damage, checked reading of JSON, and locks on folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 from dlr_pretrain.util.errors import UserError, naming
 
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
-Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]
+Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]  # see ``misfit``
 NUMBER = int | float
 BEAT: Shape = {"host": str, "pid": int, "machine": str, "token": str, "time": NUMBER}
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
+    """Replace ``path`` with ``content``. A crash leaves either the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path):
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -34,19 +34,19 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8; an error names it."""
+    """Write ``text`` as UTF-8. An error names the file."""
     with naming(path):
         path.write_text(text, encoding="utf-8")
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content; an error names the copy."""
+    """Copy a file's content. An error names the copy."""
     with naming(target):
         shutil.copyfile(source, target)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -61,10 +61,7 @@ def sha256_of(path: Path) -> str:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until ``condition()`` holds, such as until a network file system shows what another machine has written.
-
-    Returns whether it holds within ``seconds``.
-    """
+    """Whether ``condition()`` becomes true within ``seconds``, as when a network file system shows a new file late."""
     deadline = time.monotonic() + seconds
     while not (held := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -73,9 +70,10 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within this context, no other process holds ``folder``; the kernel releases it where this one is killed.
+    """Hold ``folder`` for this process within the context. The kernel releases the lock if the process is killed.
 
-    Raises UserError, with the holder, if another process has it. A file system without locks refuses nobody.
+    Raises UserError, which names the holder, if another process holds it. Without locks in the file system, every
+    process may enter.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
@@ -94,7 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file for this process. False if another has it; None if the file system, such as Lustre, cannot."""
+    """Lock an open file. Returns False if another process holds it, None if the file system, such as Lustre, cannot."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -105,7 +103,7 @@ def lock(descriptor: int) -> bool | None:
 
 
 def read_json(path: Path, shape: Shape) -> dict:
-    """The object in a JSON file, which has a ``shape``: see ``misfit``. Raises ValueError with what is wrong."""
+    """The object in a JSON file. Raises ValueError, which says why, if it does not fit ``shape`` (see ``misfit``)."""
     try:
         found = json.loads(path.read_bytes())
     except RecursionError:
@@ -116,10 +114,10 @@ def read_json(path: Path, shape: Shape) -> dict:
 
 
 def misfit(found: Any, shape: Shape, name: str = "it") -> str:
-    """Says what of ``found``, from a JSON file, is not as in ``shape``; empty if nothing is.
+    """The first difference of ``found``, a value from a JSON file, from ``shape``, in words; empty if it fits.
 
-    A shape is a type, a list with the shape of each item, or an object with the shapes of some of its entries. Those
-    whose names end with a question mark may be missing, and "*" has the shape of all entries.
+    A shape is a type, a list with the shape of every item, or a dict with the shapes of some entries. An entry whose
+    name ends with a question mark may be missing; "*" gives the shape of all entries.
     """
     if not isinstance(found, type(shape) if isinstance(shape, (dict, list)) else shape):
         return f"{name} is of type {type(found).__name__}"
@@ -138,9 +136,9 @@ def misfit(found: Any, shape: Shape, name: str = "it") -> str:
 
 
 def read_beat(run_dir: Path, rank: int) -> dict:
-    """The last heartbeat of a rank of a run, or {} if there is none or it is damaged; see ``train.heartbeat``.
+    """The last heartbeat of a run's rank (see ``train.heartbeat``); {} if it is absent or damaged.
 
-    Opens the file anew each time, because only opening it asks a file server for what others wrote.
+    Every call opens the file, because a file server shows other machines' writes only on opening.
     """
     try:
         return read_json(run_dir / ".beats" / str(rank), BEAT)
@@ -149,23 +147,20 @@ def read_beat(run_dir: Path, rank: int) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics file; damaged lines, as after a power failure, are left out."""
+    """The records of a metrics file, without damaged lines, which a power failure may leave."""
     return sound_records(path)[0]
 
 
 def sound_records(path: Path) -> tuple[list[dict], int]:
-    """The records of ``read_metrics``, and the number of damaged lines.
+    """The records of ``read_metrics`` and the number of damaged lines.
 
-    An incomplete last line, which a killed run leaves, counts for nothing.
+    An incomplete last line, which a killed run leaves, is neither.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    records = [record for line in lines if (record := _record(line)) is not None]
+    records = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if not misfit(record, {"step": int}):
+                records.append(record)
     return records, len(lines) - len(records)
-
-
-def _record(line: bytes) -> dict | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return None if misfit(record, {"step": int}) else record

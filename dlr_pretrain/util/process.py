@@ -1,4 +1,4 @@
-"""How a process follows its launcher: it ends with it, and stops on request."""
+"""How a process behaves: it dies with its launcher, stops on request, and shares the CPU's cores."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-stop_requests: list[int] = []  # signals that came before the run installed its own handlers
+stop_requests: list[int] = []  # signals that arrived before the run installed its own handlers
 
 
 def spin_briefly() -> None:
-    """Let OpenMP's threads wait a microsecond for each other before they sleep; call this before torch is imported.
+    """Make OpenMP's threads sleep after spinning for about a microsecond. Call this before torch is imported.
 
-    By default they spin for milliseconds, on cores that other processes need: beside four busy loops on two cores, a
-    run trained 5 times slower. A user's own setting remains.
+    By default they spin for milliseconds on cores that other processes need: beside four busy loops on two cores, a
+    run trained 5 times slower. A user's own setting is kept.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def cores() -> int:
-    """CPU cores that this process may use: in a job, those of its allocation."""
+    """The number of CPU cores that this process may use; within a job, its allocation."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Warnings that other packages log, as when they are imported, are left out."""
+    """Suppress the warnings that other packages log, such as during their import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -42,16 +42,16 @@ def without_warnings() -> Iterator[None]:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask a run to stop. SIGHUP (a closed terminal) is one unless it is ignored, as under nohup."""
+    """The signals that ask a run to stop: SIGHUP (a closed terminal) too, unless it is ignored, as under nohup."""
     always = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 def prepare() -> None:
-    """Call this first: importing torch takes seconds, in which the agent may die or a signal would end the process.
+    """Call this first: importing torch takes seconds, in which the agent may die or a signal may arrive.
 
-    Signals are remembered until the run can act on them (``stop_requests``). Ctrl-C ends the process at once, from
-    the handler: foreign code may swallow a KeyboardInterrupt, or make another error of it.
+    Signals are kept in ``stop_requests`` until the run can act on them. Ctrl-C ends the process at once, within the
+    handler, because other code may swallow a KeyboardInterrupt or turn it into another error.
     """
     open_standard_streams()
     spin_briefly()
@@ -68,15 +68,15 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 def open_standard_streams() -> None:
-    """Give the null device to a standard stream that was closed: the next file that is opened would take its number."""
+    """Open the null device for each closed standard stream; the next open file would take its descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # the first free number is its own
+        if getattr(sys, name) is None:  # ``os.open`` returns the lowest free descriptor, which is the stream's
             null = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8"))
 
 
 def ignore_stop_signals() -> None:
-    """Call this last: otherwise a repeated request to stop would kill the process while the interpreter ends."""
+    """Call this last: a repeated request to stop would otherwise kill the process while the interpreter exits."""
     _handle(signal.SIG_IGN)
 
 
@@ -87,7 +87,7 @@ def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 def die_with_agent() -> None:
-    """Make this process die with the torchrun agent; a worker would otherwise train and write on after it is killed."""
+    """Make this process die with its torchrun agent: a worker would otherwise keep training after the agent's kill."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         agent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Sharded tensors, of which each rank holds some rows: DTensors that are sharded on their first dimension.
+"""Tensors sharded by rows (DTensors), and plain tensors, which a rank holds whole, behind the same functions.
 
-The last dimension of their mesh has the ranks that share the rows out; along a first one, if any, others hold copies.
-Every function also takes plain tensors, of which a rank holds all rows. DTensors are recognised by an attribute and not
-by their class: importing it takes half a second, and only ``parallel=fsdp`` and ``hsdp`` make them.
+Rows are sharded along the last dimension of the device mesh. Under HSDP the mesh has a first dimension, along which
+ranks hold copies. A DTensor is recognised by an attribute and not by its class, whose import takes half a second and is
+needed for ``parallel=fsdp`` and ``hsdp`` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Stored(Protocol):
-    """A tensor stored elsewhere, whose rows are read on request."""
+    """A tensor in a file, whose rows are read on request."""
 
     def whole(self) -> Tensor: ...
 
@@ -29,12 +29,12 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The range [first, end) of the rows of ``tensor`` that this rank holds, divided as by torch.chunk."""
+    """The range [first, end) of rows that this rank holds of ``tensor``; rows are divided as by torch.chunk."""
     if not is_sharded(tensor):
         return 0, len(tensor)
     mesh, (*copies, rows) = tensor.device_mesh, tensor.placements
     if not rows.is_shard(0) or any(not placement.is_replicate() for placement in copies):
-        raise ValueError(f"tensors are sharded by rows here, and not this one: {tensor}")
+        raise ValueError(f"expected a tensor sharded by rows, got {tensor}")
     count = tensor.shape[0]
     each = -(-count // mesh.size(mesh.ndim - 1))
     first = min(each * mesh.get_local_rank(mesh.ndim - 1), count)
@@ -42,13 +42,13 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def copy_of(tensor: Tensor) -> tuple[int, int]:
-    """Which copy of its rows of ``tensor`` this rank holds, and the number of copies that there are."""
+    """The index of the copy of ``tensor`` that this rank holds rows of, and the number of copies."""
     mesh = tensor.device_mesh if is_sharded(tensor) else None
     return (mesh.get_local_rank(0), mesh.size(0)) if mesh is not None and mesh.ndim == 2 else (0, 1)
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """The rows of ``tensor`` that this rank holds, in its memory; always the same object, as optimizers need."""
+    """The rows of ``tensor`` that this rank holds. Every call returns the same object, as optimizers need."""
     if not is_sharded(tensor):
         return tensor
     kept = vars(tensor)
@@ -59,7 +59,7 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, own: Tensor) -> Tensor:
-    """A tensor of the shape of ``tensor``, sharded like it, with ``own`` as the rows here."""
+    """A tensor with the shape and sharding of ``tensor``, whose rows on this rank are ``own``."""
     if not is_sharded(tensor):
         return own
     from torch.distributed.tensor import DTensor
@@ -73,7 +73,7 @@ def whole(stored: Tensor | Stored) -> Tensor:
 
 
 def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
-    """The rows of ``stored``, a whole tensor, at the indices of the rows that this rank holds of ``tensor``."""
+    """The rows of ``stored``, a whole tensor, that correspond to this rank's rows of ``tensor``."""
     if not is_sharded(tensor):
         return whole(stored)
     first, end = span(tensor)
@@ -82,15 +82,16 @@ def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
 
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
-    """All rows of ``tensor``, on every rank; all ranks must call."""
+    """All rows of ``tensor``, on every rank. All ranks must call this."""
     own = tensor.detach()
     return own.full_tensor() if is_sharded(own) else own
 
 
 def summed_(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` summed over the ranks that share out the rows of ``like``; all of them must call.
+    """``tensor`` summed over the ranks that ``like`` is sharded on. All of them must call this.
 
-    In the order of ranks: an all-reduce may add in another order on every node, and copies would drift apart.
+    Terms are added in the order of ranks: an all-reduce may choose another order on each node, and copies would drift
+    apart.
     """
     if not is_sharded(like):
         return tensor

@@ -1,4 +1,4 @@
-"""Conventions and norms shared by all code that computes with tensors."""
+"""Names, dtypes, random generators and norms that all code with tensors shares."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 ALPHA = "dlr_alpha"  # the name of the learned strengths of residuals (DLR) among a model's tensors
-IGNORE = -100  # as a target: the position has no target
-# By precision, the dtype of the weights that the model multiplies by
+IGNORE = -100  # the target of a position without one
+# The dtype of the weights in the forward pass, by precision.
 WORKING_DTYPE = {"fp32": torch.float32} | dict.fromkeys(("bf16", "bf16_sr", "bf16_mixed"), torch.bfloat16)
-# and of the weights that the optimizer updates and a checkpoint holds
+# The dtype of the weights that the optimizer updates and a checkpoint holds.
 STATE_DTYPE = WORKING_DTYPE | {"bf16_mixed": torch.float32}
-# Values per piece of a norm on a CPU. Given a whole tensor, torch casts all of it to fp32, more than any cache holds,
-# and adds the squares up one after the other: with 16 million values the norm is off by 2.5e-4.
-CACHED = 1 << 15
+# Values per piece of a norm on a CPU. For a whole tensor, torch casts all of it to fp32, which no cache holds, and adds
+# the squares up one by one: with 16 million values the norm is off by 2.5e-4.
+NORM_PIECE = 1 << 15
 ALIGNMENT = 64  # values: 128 bytes of bf16
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which to compute with values of ``dtype`` before a single rounding: fp32, or fp64 for fp64."""
+    """The dtype for computing with values of ``dtype`` before they are rounded once: fp32, or fp64 for fp64."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """A generator on the CPU whose values depend on (seed, name) alone."""
+    """A CPU generator whose values depend on (seed, name) alone."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def one_storage(sizes: Iterable[int], like: Tensor) -> list[Tensor]:
-    """Flat tensors of ``sizes`` zeros each, aligned in one storage, with the dtype and device of ``like``."""
+    """Flat tensors of zeros of the given ``sizes``, aligned in one storage, with the dtype and device of ``like``."""
     sizes = list(sizes)
     spans = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     parts = like.new_zeros(sum(spans)).split(spans)
@@ -40,7 +40,7 @@ def one_storage(sizes: Iterable[int], like: Tensor) -> list[Tensor]:
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The l2 norm over all gradients, in fp32, on the device."""
+    """The l2 norm of all gradients together, in fp32, on the device."""
     return torch.linalg.vector_norm(torch.stack(norms(gradients)))
 
 
@@ -48,10 +48,10 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The l2 norm of each tensor, in fp32, on the device."""
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
-    pieces = [_flat(tensor).split(CACHED) for tensor in tensors]  # see CACHED
+    pieces = [_flat(tensor).split(NORM_PIECE) for tensor in tensors]
     return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(p, 2.0, dtype=torch.float32))) for p in pieces]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The values of ``tensor`` in memory order, without a copy even if it is transposed."""
+    """The values of ``tensor`` in memory order; a transposed tensor is not copied."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)

@@ -9,21 +9,21 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 80
-MOST_LINES = 10  # lines of a list in a message
+MOST_LINES = 10  # of a list in a message
 
 
 def fill(text: str, indent: int = 0) -> str:
-    """``text`` wrapped; lines after the first are indented."""
+    """``text`` wrapped at 80 columns; lines after the first are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def shortened(lines: Sequence[str]) -> list[str]:
-    """The first ``MOST_LINES`` of ``lines``, and a line that counts the rest."""
+    """The first 10 of ``lines``, and a line with the number of the others."""
     return [*lines[:MOST_LINES], *([f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])]
 
 
 def amount(number: float, digits: int = 3) -> str:
-    """1234567 -> 1.23M."""
+    """A number with a unit: 1234567 -> 1.23M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if float(shown := f"{number / size:.{digits}g}") >= 1:  # 999,999 is 1M, not 1e+03k
             return f"{shown}{unit}"
@@ -41,28 +41,29 @@ def plural(n: int, noun: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks, control characters, and what has no UTF-8 form."""
+    """``text`` without line breaks, control characters, and characters that UTF-8 cannot encode."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def markdown(text: str) -> str:
-    """``text`` as Markdown that shows it: names in it make no HTML, links or code; **bold** stays."""
+    """``text`` escaped for Markdown: HTML, links and code are shown as they are; **bold** still works."""
     return re.sub(r"([\\`\[\]])", r"\\\1", html.escape(one_line(text), quote=False))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """A table without a final line feed; the columns whose indices are in ``right`` are right-aligned."""
+    """A Markdown table without a final newline. ``right`` has the indices of right-aligned columns."""
     numeric = set(right)
     rule = ["---:" if i in numeric else "---" for i in range(len(header))]
     return "\n".join([_line(header), f"| {' | '.join(rule)} |", *map(_line, rows)])
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def loading(folder: str, trust: bool) -> str:
-    """The Python that loads an exported ``folder``; with ``trust`` it runs the folder's own modeling file."""
+    """Python code that loads an exported ``folder``; with ``trust`` it runs the folder's own modeling file."""
     more = ", trust_remote_code=True" if trust else ""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

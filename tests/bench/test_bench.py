@@ -1,4 +1,4 @@
-"""Comparisons of steps: times are paired, and none counts unless the losses are right."""
+"""Comparisons of steps: times are paired, and count only if the losses are right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = ("--rounds", "2", "--warmup", "0")
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Runs ``python -m benchmarks`` in this process: the exit code, and the variants by name."""
+    """Runs ``python -m benchmarks`` in this process; returns the exit code and the variants by name."""
     monkeypatch.setattr("benchmarks.step.best_product", lambda *_: 1e12)  # takes seconds
 
     def run(part: str, *given: str) -> tuple[int, dict[str, dict]]:
@@ -38,10 +38,10 @@ def bench(tmp_path, monkeypatch):
     return run
 
 
-def test_acts_take_turns_and_ratios_are_of_the_same_round():
+def test_actions_take_turns_and_ratios_are_within_a_round():
     order: list[str] = []
-    acts = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = protocol.interleaved(acts, warmup=2, rounds=4, device=torch.device("cpu"))
+    actions = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = protocol.interleaved(actions, warmup=2, rounds=4, device=torch.device("cpu"))
     assert "".join(order) == "aabbcc" + "abc" + "bca" + "cab" + "abc" and set(map(len, times.values())) == {4}
     slowing = [2.0**i for i in range(6)]
     assert set(protocol.paired([1.5 * t for t in slowing], slowing).values()) == {1.5}
@@ -49,8 +49,8 @@ def test_acts_take_turns_and_ratios_are_of_the_same_round():
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_parity_check_stops_what_is_wrong(precision):
-    """A residual of another strength does not pass, and neither does a NaN."""
+def test_the_parity_check_refuses_wrong_losses(precision):
+    """Neither a residual of another strength nor a NaN passes."""
     overrides = joined(TINY, ["dlr=on", f"precision={precision}"])
     cfg, wrong = load(overrides), load([*overrides, f"dlr.alpha={1.1 if precision == 'fp32' else 2}"])
     with Ranks(cfg) as ranks:
@@ -63,7 +63,7 @@ def test_the_parity_check_stops_what_is_wrong(precision):
 
 
 def test_peers_and_we_score_the_same_targets():
-    """Theirs are the labels of the ids, shifted: T - 1 of T positions."""
+    """The peers' targets are the ids shifted by one: T - 1 of T positions."""
     ids = torch.randint(2, 64, (2, 8))
     given = as_batch(ids)
     ours, targets = inputs_and_targets(given.tokens, given.lengths)
@@ -91,7 +91,7 @@ def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkey
 
 @pytest.mark.full
 def test_times_come_first_and_a_cut_off_keeps_them(bench, monkeypatch, capsys):
-    """What was measured stays, unchecked; the same command compares the losses, and times nothing again."""
+    """The times are kept, unchecked; the same command then compares the losses without timing again."""
     given = ("step", *TINY, "--rounds", "7", "--warmup", "0", "--variant", "dlr=off", "--variant", "dlr=on")
     given, save, saved = (*given, "--no-parity"), results.save, []
 
@@ -114,7 +114,7 @@ def test_times_come_first_and_a_cut_off_keeps_them(bench, monkeypatch, capsys):
     assert "| unchecked |" in capsys.readouterr().out
 
 
-def test_the_longest_kernels_and_the_idle_time_of_a_device():
+def test_a_summary_has_busy_time_and_the_longest_kernels():
     found = protocol.summary([(0.0, 100.0, "a"), (50.0, 200.0, "b"), (300.0, 400.0, "a")])
     assert (found["ms"], found["busy_ms"], found["kernels"]) == (0.4, 0.3, 3)
     assert found["longest"] == [["a", 2, 0.2], ["b", 1, 0.15]]

@@ -1,4 +1,4 @@
-"""The evidence: the page shows what was measured, and its commands can be given."""
+"""The evidence page shows the measured numbers, and its commands are valid."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from dlr_pretrain.launch.runs import load_runs, read_table
 from tests.conftest import ROOT
 
 
-def test_the_page_and_its_files_show_what_the_tables_of_runs_say():
+def test_the_page_and_its_files_show_the_tables_of_runs():
     text, folder = report.PAGE.read_text(), report.PAGE.parent / "evidence"
     assert report.insert(text, report.HERE) == text
-    linked = {folder / piece / f"{name}.{kind}" for piece, name, kind in report.beside(text)}
+    linked = {folder / piece / f"{name}.{kind}" for piece, name, kind in report.linked_files(text)}
     assert linked == set(folder.glob("*/*"))
     for path in linked:
         assert path.suffix == ".png" or report.made(path.parent.name, path.stem, report.HERE).csv() == path.read_text()
 
 
 def test_the_intervals_of_a_table_hold_together():
-    """Three differences of known p: 0.01, 0.02 and 0.04 alone become 0.03, 0.04 and 0.04."""
+    """Three differences with known p: 0.01, 0.02 and 0.04 become 0.03, 0.04 and 0.04."""
     values = {p: [t.ppf(1 - p / 2, 2) / 3**0.5 + x for x in (-1, 0, 1)] for p in (0.04, 0.01, 0.02)}
     effects = [{"method": str(p), "against": "plain", "by_seed": dict(enumerate(found))} for p, found in values.items()]
-    found = report.together([*effects, effects[0]])  # the same runs once more count once
+    found = report.together([*effects, effects[0]])  # repeated runs count once
     assert [round(d["p"], 6) for d in found] == [0.04, 0.03, 0.04, 0.04]
     assert {d["level"] for d in found} == {1 - (1 - 0.95) / 3} and {d["better"] for d in found} == {"plain"}
 
 
 STUB = """#!/bin/sh
 for word in "$@"; do
-  case "$word" in /dev/fd/*) cat "$word" > "$SAID.$$"; word=$SAID.$$ ;; esac  # a table of runs that is not kept
+  case "$word" in /dev/fd/*) cat "$word" > "$SAID.$$"; word=$SAID.$$ ;; esac  # keep a copy of the table of runs
   printf "%s\\0" "$word" >> "$SAID"
 done
 echo >> "$SAID"
@@ -43,7 +43,7 @@ echo >> "$SAID"
 
 @pytest.fixture
 def commands(tmp_path):
-    """The commands of train.sh by their script, each written to a file in place of being run."""
+    """The commands of train.sh by their script; each is written to a file instead of being run."""
     stub, said = tmp_path / "python", tmp_path / "said"
     stub.write_text(STUB)
     stub.chmod(0o755)

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from dlr_pretrain.config.command_line import check, options, read
 from dlr_pretrain.config.written import PATHS
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
-from tests.conftest import ROOT
+from tests.conftest import ROOT, commands
 
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
 
@@ -337,3 +338,24 @@ def test_a_run_trains_in_any_environment(redirect, variables, tmp_path):
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=os.environ | variables, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+SHORT = ["train.steps=2", "train.global_batch=2", "train.seq_len=32", "eval.tokens=500", "compile=false"]
+LOCAL = {"joblib": ["seed=1,2"], "submitit": ["hydra/launcher=submitit_local"], "optuna": ["hydra.sweeper.n_trials=2"]}
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", LOCAL)
+def test_the_pages_sweep_with_a_plugin_of_hydra_runs(plugin, tmp_path):
+    """On this machine and with fewer steps; each of its two jobs ends with an export."""
+    kind = "sweeper" if plugin == "optuna" else "launcher"
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_{kind}", reason='pip install -e ".[sweeps]"')
+    (line,) = (line for line in commands("docs/runs.md") if plugin in line)
+    words = ["precision=fp32", *SMALL, *SHORT, *LOCAL[plugin], f"run.root={tmp_path}"]
+    sweep = [sys.executable, *shlex.split(line)[1:], *words]
+    done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*/folded/config.json"))) == 2
+    if plugin == "optuna":
+        assert "best_value" in (tmp_path / "multirun" / "optimization_results.yaml").read_text()

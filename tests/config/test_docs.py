@@ -164,3 +164,26 @@ def test_the_diagram_is_what_its_script_draws(theme):
     draw = runpy.run_path(ROOT / "docs/diagram.py")["draw"]
     drawn = (ROOT / f"docs/images/method-{theme}.svg").read_text(encoding="utf-8")
     assert drawn == draw(theme), "python docs/diagram.py"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
+    """Those of --submit are dry. Those that train (--local, --rehearse) are what the rehearsal of all items runs."""
+    from dlr_pretrain.analysis import paper
+    from scripts import reproduce
+
+    load, loaded = paper.load_each, {}
+
+    def load_once(lines, machine=False):
+        words = tuple(line.words for line in lines)
+        return loaded[words] if words in loaded else loaded.setdefault(words, load(lines, machine))
+
+    monkeypatch.setattr(paper, "load_each", load_once)
+    monkeypatch.chdir(tmp_path)
+    for command in commands("docs/reproduce.md"):
+        if "--local" not in command and "--rehearse" not in command:
+            words = shlex.split(re.sub("--submit(?! --dry)", "--submit --dry-run", command))[2:]
+            assert reproduce.main(words) == 0, command
+    pages = tmp_path / "runs" / "paper" / "reproduce.html"
+    assert pages.exists() and "not started" in pages.read_text()

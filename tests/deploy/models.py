@@ -1,4 +1,4 @@
-"""Small models, their configurations and exported folders, for the tests of what is deployed."""
+"""Small models, their configurations and exported folders, for the tests of exports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlr_pretrain.deploy.export import export
 from dlr_pretrain.models.llama import Llama
 from tests.parity.reference import disturbed, small, weights
 
-KINDS = {  # a backbone, and what is special about it
+KINDS = {  # a backbone, with the options that differ from its defaults
     "full": (),
     "lowrank": (),
     "cola": (),
@@ -25,13 +25,13 @@ KINDS = {  # a backbone, and what is special about it
 
 
 def of_kind(kind: str) -> Config:
-    """Three blocks, whose text lies in a folder that no export may name."""
+    """A configuration of three blocks. No export may name the folder of its text."""
     own = (f"backbone.{knob}" for knob in KINDS[kind])
     return small(kind.split("-")[0], *own, "precision=fp32", "device=cpu", "data.root=/private/texts", layers=3)
 
 
 def trained(cfg: Config, rows: int) -> Llama:
-    """A model whose norms are not one and whose logits are not tiny, as after training."""
+    """A model as after training: its norms are not one, and its logits are not tiny."""
     model = disturbed(cfg, torch.float32, rows)
     model.lm_head.weight.data.mul_(10)
     return model

@@ -1,4 +1,4 @@
-"""What others' tools do with an exported folder, by its own modeling file: one case for each tool and backbone."""
+"""Other tools work with an exported folder and its own modeling file: one case for each tool and backbone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trl_dpo(folder: Path, tmp_path: Path) -> None:
     rows, model = [{"prompt": "the house", "chosen": text, "rejected": "a wide one"} for text in TEXTS], load(folder)
     trainer = DPOTrainer(
         model,
-        ref_model=load(folder),  # TRL's own would ask for trust_remote_code
+        ref_model=load(folder),  # TRL would load it without trust_remote_code
         args=DPOConfig(str(tmp_path), **TRAINING),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
@@ -120,9 +120,9 @@ def lm_eval_command(folder: Path, tmp_path: Path) -> None:
 
 
 def spread_over_devices(folder: Path, tmp_path: Path) -> None:
-    """Blocks that stand on the disk, as a model that is too large for its devices; and a pipeline."""
+    """Blocks are offloaded to the disk, as for a model too large for its devices; a pipeline generates the same."""
     if folder.name == "lost" and transformers.__version__ < "5":
-        pytest.skip("transformers 4 does not read its channels from the disk")
+        pytest.skip("transformers 4 does not read the channels of lost from the disk")
     ids = ids_of(folder)
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(3)}
@@ -137,8 +137,8 @@ def spread_over_devices(folder: Path, tmp_path: Path) -> None:
 
 
 def vllm_requirements(folder: Path, tmp_path: Path) -> None:
-    """What vLLM's Transformers backend asks: the attention interface, with kwargs from the model to it; a plan for
-    tensor parallelism that names linear layers; a body in ``auto_map``; no buffer but those that a checkpoint or the
+    """vLLM's Transformers backend requires the attention interface, which receives the model's kwargs; a plan for
+    tensor parallelism that names linear layers; a body in ``auto_map``; and only buffers that a checkpoint or the
     configuration sets."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

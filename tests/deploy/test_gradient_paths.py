@@ -1,4 +1,4 @@
-"""scripts/gradient_paths.py: the gradient's two ways to a latent are those of their definition, of every checkpoint."""
+"""scripts/gradient_paths.py measures the gradient's two paths to a latent as they are defined, at every checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
 @pytest.mark.parametrize("separated", [False, True])
 @pytest.mark.parametrize("backbone", ["lowrank", "cola_lax"])
 def test_both_paths_are_their_definition(backbone, separated):
-    """u and v are how the mean loss changes with z where only B, or only the residual, passes the change on."""
+    """u and v are the gradients of the mean loss with respect to z through B alone and through the residual alone."""
     cfg = small(backbone, "dlr=on")
     model = build_model(cfg, VOCAB, CPU).double()
     ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def test_both_paths_are_their_definition(backbone, separated):
     found = script("gradient_paths").measure(copy.deepcopy(model), cfg.dlr, None, list(PATHS), inputs)
     matrices = {}
     for full, weight in split(model, {name: p.data for name, p in model.named_parameters()}).items():
-        if full.endswith(".b.weight"):  # the model multiplies by the sum
+        if full.endswith(".b.weight"):  # the model multiplies by the sum of both
             residual = r_transposed(*weight.shape).double() / math.ceil(weight.shape[0] / weight.shape[1]) ** 0.5
             matrices[full] = weight.clone(), residual
             weight += residual

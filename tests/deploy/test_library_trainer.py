@@ -1,4 +1,4 @@
-"""DLR under the trainers of transformers and TRL, and in PEFT's adapters: trained, saved, resumed, folded."""
+"""DLR trains, saves, resumes and folds under the trainers of transformers and TRL, and in PEFT's adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def trainer_of(model: torch.nn.Module, folder, steps: int = STEPS, kind: str = "Trainer") -> Trainer:
-    """An epoch is one batch of two micro-batches, with gradient checkpointing."""
+    """A trainer whose epoch is one batch of two micro-batches, with gradient checkpointing."""
     settings = {
         "output_dir": str(folder), "max_steps": steps, "save_steps": 3, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "per_device_eval_batch_size": 4, "report_to": "none",
@@ -53,14 +53,18 @@ def trainer_of(model: torch.nn.Module, folder, steps: int = STEPS, kind: str = "
     if kind == "Trainer":
         return Trainer(model, TrainingArguments(**settings), **given)
     trl = pytest.importorskip("trl", reason='needs trl: pip install -e ".[sft]"')
+    return trl.SFTTrainer(model, trl.SFTConfig(**settings), processing_class=words_of_ids(), **given)
+
+
+def words_of_ids() -> PreTrainedTokenizerFast:
+    """A tokenizer whose 40 words are their own ids."""
     words = Tokenizer(WordLevel({str(i): i for i in range(40)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-    return trl.SFTTrainer(model, trl.SFTConfig(**settings), processing_class=tokenizer, **given)
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
 @pytest.fixture(scope="module")
 def plain() -> LlamaForCausalLM:
-    """What a plain loop trains: an epoch of the trainer is its one batch, in whatever order."""
+    """The model that a plain loop trains. An epoch of the trainer is the same batch, in any order."""
     model = factorised()
     optimizer = optimizer_of(model)
     for _ in range(STEPS):
@@ -106,15 +110,34 @@ def test_a_checkpoint_holds_b_says_so_and_resumes(plain, tmp_path):
         trainer_of(factorised(alpha=0.5), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def code_of_the_page(number: int, folder) -> dict[str, object]:
+    """Run a code block of docs/library.md on a small model, for two updates; returns its variables."""
+    trl = pytest.importorskip("trl", reason='needs trl: pip install -e ".[sft]"')
+    llama().save_pretrained(folder / "source")
+    words_of_ids().save_pretrained(folder / "source")
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), flags=re.DOTALL)[number]
+    settings = {"max_steps": 2, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True, "bf16": False}
+    changes = {
+        "a-llama": str(folder / "source"), "rank=256": "rank=6", "r=16": "r=4", "tuned": str(folder / "tuned"),
+        '"adapter"': repr(str(folder / "adapter")), "from trl import SFTConfig,": "from trl import",
+    }  # fmt: skip
+    for old, new in changes.items():
+        code = code.replace(old, new)
+    exec(code, found := {"SFTConfig": lambda out: trl.SFTConfig(str(folder / out), **settings), "data": ROWS})
+    return found
+
+
 def test_the_trainer_of_the_page_runs(tmp_path):
-    llama().save_pretrained(tmp_path / "source")
-    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), flags=re.DOTALL)
-    for old, new in (("a-llama", tmp_path / "source"), ("rank=256", "rank=6"), ("tuned", tmp_path / "tuned")):
-        code = code.replace(old, str(new))
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, learning_rate=1e-3, report_to="none", use_cpu=True)
-    exec(code, found := {"arguments": arguments, "data": ROWS})
+    found = code_of_the_page(1, tmp_path)
     tuned = logits(LlamaForCausalLM.from_pretrained(tmp_path / "tuned"))
     assert torch.equal(tuned, logits(found["model"])) and not torch.equal(tuned, logits(llama()))
+
+
+def test_the_adapters_of_the_page_are_trained_and_reloaded(tmp_path):
+    peft = pytest.importorskip("peft")
+    shown = logits(code_of_the_page(2, tmp_path)["trainer"].model)
+    tuned = logits(peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter"))
+    assert torch.equal(tuned, shown) and not torch.equal(tuned, logits(llama()))
 
 
 def test_adapters_of_peft_are_found_trained_and_merged(tmp_path):

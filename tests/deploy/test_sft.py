@@ -1,4 +1,4 @@
-"""Fine-tuning by TRL is AdamW on the mean loss of the response's tokens; folders, tables and text come out."""
+"""Fine-tuning by TRL is AdamW on the mean loss of the response's tokens; its commands write folders and text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folders(tmp_path_factory, corpus):
 
 @pytest.fixture
 def data(tmp_path):
-    """24 instructions in the letters of the corpus; the response is their last word, several times."""
+    """24 instructions in the letters of the corpus; the response repeats the last word."""
     rng, rows = random.Random(0), []
     for i in range(24):
         words = ["".join(rng.choices("aeioulnrst", k=4)) for _ in range(rng.randint(1, 6))]
@@ -54,7 +54,8 @@ def test_the_prompt_is_alpacas(data):
 
 @pytest.mark.parametrize("backbone", ["full", "lax"])
 def test_updates_are_those_of_a_plain_loop(folders, data, tmp_path, backbone):
-    """Each update: mean over all targets of its rows, clipped by its norm, AdamW, warm-up, cosine to 0. fp32."""
+    """Each update takes the mean loss over the targets of its rows, clips its gradient, and uses AdamW with warm-up and
+    cosine decay to 0, in fp32."""
     rows, seed, lr, epochs, batch = read_rows(data), 7, 1e-3, 2, 8
     recipe = {"num_train_epochs": epochs, "learning_rate": lr, "batch": batch, "per_device_train_batch_size": 2}
     fine_tune(folders[backbone], tmp_path / "tuned", rows, seed, fp32=True, **recipe)
@@ -84,7 +85,7 @@ def test_updates_are_those_of_a_plain_loop(folders, data, tmp_path, backbone):
         assert (tuned[name] - p).norm() < 1e-3 * p.norm(), name
 
 
-def test_the_commands_give_folders_and_text(folders, data, tmp_path, capsys):
+def test_the_commands_write_folders_and_text(folders, data, tmp_path, capsys):
     def command(name: str, *words: object) -> tuple[int, str, str]:
         return main_of(name, *words), *capsys.readouterr()
 

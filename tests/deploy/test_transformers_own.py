@@ -1,7 +1,7 @@
-"""transformers' own tests of a model, on the exported classes: no failure that its LLaMA does not have.
+"""The exported classes pass every one of transformers' common model tests that its LLaMA passes.
 
-They are ``tests/test_modeling_common.py`` of the installed version's source distribution, or of the checkout of that
-version that DLR_TRANSFORMERS_SOURCE names, which has those of generation as well.
+These are in ``tests/test_modeling_common.py`` of the installed version's source distribution, or of the checkout that
+DLR_TRANSFORMERS_SOURCE names, which also has the tests of generation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLASSES = tuple(getattr(theirs, "Llama" + h) if KIND == "llama" else getattr(own
 
 
 for kind, head in zip(("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION",
-                       "MODEL_FOR_TOKEN_CLASSIFICATION"), HEADS):  # their tests look up what to feed by these names
+                       "MODEL_FOR_TOKEN_CLASSIFICATION"), HEADS):  # their tests choose inputs by these names
     getattr(auto, kind + "_MAPPING_NAMES")["lowrank_llama"] = "LowRankLlama" + head
 
 
@@ -59,7 +59,7 @@ class Tester:
                      num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         if KIND == "llama":
             return CONFIG(**shape)
-        # of the factors: their product then varies as a dense weight does, and a test sees how positions rotate it
+        # the std of the factors, whose product then varies like a dense weight: a test measures the effect of RoPE
         std = (0.02 / 8**0.5) ** 0.5
         return CONFIG(**shape, backbone=KIND, rank=8, sparsity=0.1, initializer_range=std)
 
@@ -88,7 +88,7 @@ def package(tmp_path_factory) -> Path:
         wanted = f"transformers=={transformers.__version__}"
         fetch = [sys.executable, "-m", "pip", "download", wanted, "--no-deps", "--no-binary", "transformers"]
         if subprocess.run([*fetch, "-d", str(root)], capture_output=True).returncode:
-            pytest.skip(f"the source distribution of {wanted} does not come: set DLR_TRANSFORMERS_SOURCE")
+            pytest.skip(f"the source distribution of {wanted} cannot be downloaded: set DLR_TRANSFORMERS_SOURCE")
         with tarfile.open(next(root.glob("*.tar.gz"))) as packed:
             packed.extractall(root, filter="data")
         source = next(path for path in root.iterdir() if path.is_dir())
@@ -104,7 +104,7 @@ def package(tmp_path_factory) -> Path:
 
 
 def failures(package: Path, kind: str) -> tuple[set[str], int]:
-    """The names of their tests that fail for ``kind``, and how many pass."""
+    """The names of their tests that fail for ``kind``, and the number that pass."""
     (package / "theirs" / f"test_{kind}.py").write_text(CASE.format(kind=kind))
     environment = os.environ | {"PYTHONPATH": f"{package}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "pytest", f"theirs/test_{kind}.py", "-q", "-rfE", "-p", "no:cacheprovider"]

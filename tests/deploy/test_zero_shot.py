@@ -1,4 +1,4 @@
-"""Zero-shot accuracy is the harness's, on what a hand-written score of each choice gives, in both conventions."""
+"""Zero-shot accuracy by the harness agrees with hand-written scores of each choice, in both conventions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = "the sun sets at noon and it is so in ten towns on one hill by a river t
 
 
 def asked(task: str, row: dict) -> tuple[list[tuple[str, str]], int]:
-    """(context, continuation) of each choice, and which of them is right."""
+    """The (context, continuation) of each choice, and the index of the right one."""
     if task == "boolq":
         context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
         return [(context, " no"), (context, " yes")], row["label"]
@@ -39,7 +39,7 @@ def asked(task: str, row: dict) -> tuple[list[tuple[str, str]], int]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict]]:
-    """Of two tasks, under the hub's field names."""
+    """The rows of two tasks, with the hub's field names."""
     rng = random.Random(0)
 
     def text(least: int, most: int) -> str:
@@ -68,7 +68,7 @@ def data(tmp_path_factory, rows) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, rows) -> list[Path]:
-    """Two seeds, with a tokenizer that has a piece for each choice of BoolQ and MMLU."""
+    """Folders of two seeds, with a tokenizer that has a piece for each choice of BoolQ and MMLU."""
     root = tmp_path_factory.mktemp("runs")
     texts = [context + choice for task in rows for row in rows[task] for context, choice in asked(task, row)[0]]
     spiece = tokenizer_of(root / "tokenizer", texts + ["no yes A B C D"] * len(texts), pieces=95)
@@ -77,8 +77,8 @@ def folders(tmp_path_factory, rows) -> list[Path]:
 
 @pytest.mark.parametrize("as_in_paper", [False, True], ids=["plain", "as_in_paper"])
 def test_accuracies_are_those_of_scores_written_by_hand(folders, data, rows, as_in_paper):
-    """A score is the sum of log p over what the joint encoding has beyond the context's; one sequence, no padding. As
-    in the paper choices of one token tie, and the first of them wins."""
+    """A score is the sum of log p over the tokens that the joint encoding adds to the context's, without padding. As in
+    the paper, choices of one token tie, and the first one wins."""
     found = zero_shot.evaluate(folders[0], zero_shot.load_tasks(",".join(rows), data), as_in_paper, None, batch_size=7)
     assert (found["context_length"], found["dtype"], list(found["tasks"])) == (1024, "float32", list(rows))
     model, tokenizer = open_folder(folders[0])
@@ -127,15 +127,15 @@ def test_several_seeds_give_mean_and_standard_deviation(command, tmp_path, folde
     assert "convention plain" in said
 
 
-def test_mistakes_are_told_in_a_line(command, folders, data, tmp_path):
+def test_a_mistake_is_reported_in_one_line(command, folders, data, tmp_path):
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa" / "validation.jsonl").write_text('{"goal": "a", "label": 0}\n')
     (tmp_path / "boolq").mkdir()
     (tmp_path / "boolq" / "train.jsonl").write_text('{"question": "a", "passage": "b", "label": 0}\n')
     for words, message in (
-        ((folders[0], "--tasks", "piqua"), "'piqua' is no task. Choose from arc_challenge, "),
+        ((folders[0], "--tasks", "piqua"), "'piqua' is not a task. Choose from arc_challenge, "),
         ((folders[0], "--tasks", "piqa", "--data", data / "nowhere"), "piqa: its documents cannot be read from"),
-        ((folders[0], "--tasks", "piqa", "--data", tmp_path), "Name a folder that has <task>/<split>.jsonl"),
+        ((folders[0], "--tasks", "piqa", "--data", tmp_path), "a folder that has <task>/<split>.jsonl"),
         ((folders[0], "--tasks", "boolq", "--data", tmp_path), "boolq: its documents cannot be read from"),
         ((data, "--tasks", "boolq", "--data", data), "has no config.json. Name a folder that an export wrote"),
     ):

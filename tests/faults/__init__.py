@@ -1,1 +1,1 @@
-"""Mistakes, planted in a copy of the library to see whether the tests catch them: ``python -m tests.faults``."""
+"""Mutation tests: ``python -m tests.faults`` plants faults in a copy of the library, and checks that tests fail."""

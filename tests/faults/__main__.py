@@ -1,9 +1,9 @@
-"""Plants the faults of ``faults.toml`` in a copy of the library, one at a time, and runs the small test of each.
+"""Plants the faults of ``faults.toml`` in a copy of the library, one at a time, and runs the test of each.
 
     python -m tests.faults [--only NAME ...] [--check]
 
 A fault is caught if its test, which passes without it, fails. The exit code is 1 if a patch does not fit or a fault is
-missed. Where code or a test moved, move the patch; where a test was deleted, name the smallest one that catches it.
+missed. If code or a test has moved, move the patch; if a test was deleted, name the smallest one that catches it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ ROOT = HERE.parent.parent
 NEEDED = ("dlr_pretrain", "tests", "configs", "scripts", "slurm", "train.py", "pyproject.toml")
 LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "hydra", "omegaconf", "safetensors.torch",
              "sentencepiece")  # fmt: skip
-FAILED = 1  # pytest's exit code when a test has failed; others mean that none ran
-PATIENCE = 600.0  # seconds until a test that a fault lets hang is killed, which is no catch
+FAILED = 1  # pytest's exit code if a test failed; other codes mean that no test ran
+PATIENCE = 600.0  # seconds until a hanging test is killed; it does not count as a catch
 
 
 def faults() -> dict[str, dict[str, str]]:
-    """File, old and new text, and test of each fault, by name."""
+    """The path, old and new text, and test of each fault, by name."""
     found = tomllib.loads((HERE / "faults.toml").read_text())
     return {name: fault | {"path": name.partition(":")[0]} for name, fault in found.items()}
 
 
 def unfit(root: Path) -> list[str]:
-    """The patches that do not fit the code or the tests of ``root``, a line each."""
+    """The patches that do not fit the code or the tests of ``root``, one line each."""
     lines = []
     for name, fault in faults().items():
         path, (file, _, node) = root / "dlr_pretrain" / fault["path"], fault["test"].partition("::")
         count = path.read_text().count(fault["old"]) if path.exists() else 0
         if count != 1:
-            lines.append(f"{name}: its text stands {count} times in dlr_pretrain/{fault['path']}: {fault['old']!r}")
+            lines.append(f"{name}: its text occurs {count} times in dlr_pretrain/{fault['path']}: {fault['old']!r}")
         test, function = root / "tests" / file, node.partition("[")[0]
         if not test.exists() or (node and f"def {function}(" not in test.read_text()):
-            lines.append(f"{name}: there is no tests/{fault['test']}")
+            lines.append(f"{name}: tests/{fault['test']} does not exist")
     return lines
 
 
@@ -70,7 +70,7 @@ def run_test(copy: Path, test: str, log: Path) -> int:
 
 
 def run(only: list[str]) -> list[str]:
-    """Plant and test each fault whose name contains a word of ``only``; returns the names of those that were missed."""
+    """Plant and test each fault whose name contains a word of ``only``, or every fault; returns the missed names."""
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported; threads do not survive a fork
     for name in LIBRARIES:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The planted faults keep up with the code. Planting them is left to ``python -m tests.faults``."""
+"""The patches of the planted faults fit the current code. ``python -m tests.faults`` plants them."""
 
 from tests.faults.__main__ import ROOT, unfit
 

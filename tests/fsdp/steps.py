@@ -1,4 +1,4 @@
-"""Some updates on this rank, without data room and run directory, and all that they leave."""
+"""Runs a few updates on this rank, without a data pipeline or a run directory, and returns their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.golden.regenerate import VOCAB, batches
 
 @dataclass
 class Outcome:
-    """Loss and gradient norm of every step; the whole tensors of weights and moments, and the folded ones."""
+    """The loss and gradient norm of every step, the whole weights and moments, and the folded weights."""
 
     losses: list[float]
     norms: list[float]
@@ -40,7 +40,7 @@ def config(*words: str) -> Config:
 
 
 def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
-    """This rank's part of the run's batches."""
+    """This rank's rows of the run's batches."""
     share = cfg.train.global_batch // ranks.world_size
     rows = slice(ranks.rank * share, (ranks.rank + 1) * share)
     some = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
@@ -48,7 +48,7 @@ def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
 
 
 def whole_state(updates: Update) -> dict[str, Tensor]:
-    """Copies of the tensors of a checkpoint, whole."""
+    """Copies of a checkpoint's tensors, gathered from all ranks."""
     with updates.optimizer.taken_out() as values:
         tensors = saved_tensors(updates.model, values) | updates.optimizer.state_tensors()
         return {name: sharded.gathered(value).clone() for name, value in tensors.items()}
@@ -63,7 +63,7 @@ def on_two_ranks(act: Callable[[Ranks], object]) -> None:
 
 
 def run(ranks: Ranks, *words: str) -> Outcome:
-    """The steps of ``config(*words)`` on this rank."""
+    """Run the steps of ``config(*words)`` on this rank."""
     cfg = config(*words)
     updates, losses, norms = trial(cfg, ranks, VOCAB), [], []
     for index, batch in enumerate(own_batches(cfg, ranks)):

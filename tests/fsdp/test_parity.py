@@ -1,4 +1,4 @@
-"""``parallel=fsdp`` and ``hsdp`` train as ``ddp`` does, and a rank holds its share of weights and moments."""
+"""``parallel=fsdp`` and ``hsdp`` train like ``ddp``, and each rank holds its share of weights and moments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA
 from tests.conftest import on_ranks
-from tests.fsdp.steps import VOCAB, assert_bits, config, on_two_ranks, own_batches, run, whole_state
+from tests.fsdp.steps import VOCAB, Outcome, assert_bits, config, on_two_ranks, own_batches, run, whole_state
 from tests.parity.reference import r_transposed
 
-# What is added up in another order, or by another part of a kernel (the fused optimizer's body and tail round
-# differently, and rows move between them), is left out where bits are compared: then nothing else may differ.
+# For comparisons of bits: without sums in another order, and without the fused optimizer, whose kernel rounds its tail
+# differently from its body, between which rows move. Nothing else may differ.
 EXACT = ("train.clip=null", "train.micro_batch=4", "train.steps=6", "optimizer=adamw_foreach")
 BOTH = ("ddp", "fsdp")
 full = pytest.mark.full
@@ -30,6 +30,14 @@ full = pytest.mark.full
 
 def named(words) -> str:
     return "+".join(word.split("=", 1)[1] for word in words) if isinstance(words, tuple) else words
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    """All bits are equal, but for the sum in the gradient norm."""
+    assert found.losses == expected.losses
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+    assert_bits(found.state, expected.state)
+    assert_bits(found.folded, expected.folded)
 
 
 @pytest.mark.parametrize(("choice", "precision"), [
@@ -40,14 +48,11 @@ def named(words) -> str:
     pytest.param(("backbone=cola_lax", "dlr=on", "train.activation_checkpointing=block"), "bf16_mixed", marks=full),
     pytest.param(("backbone=lowrank", "dlr=no_b"), "bf16_mixed", marks=full),
 ], ids=named)  # fmt: skip
-def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
+def test_shards_train_to_the_bits_of_replicas(choice, precision):
     def act(ranks):
-        exact = EXACT[:3] if precision == "bf16_sr" else EXACT  # adamw_foreach does not round so
-        replicas, sharded = (run(ranks, *exact, *choice, f"precision={precision}", f"parallel={p}") for p in BOTH)
-        assert sharded.losses == replicas.losses
-        assert sharded.norms == pytest.approx(replicas.norms, rel=1e-6)
-        assert_bits(sharded.state, replicas.state)
-        assert_bits(sharded.folded, replicas.folded)
+        exact = EXACT[:3] if precision == "bf16_sr" else EXACT  # adamw_foreach has no stochastic rounding
+        replicas, shards = (run(ranks, *exact, *choice, f"precision={precision}", f"parallel={p}") for p in BOTH)
+        assert_equal(shards, replicas)
 
     on_two_ranks(act)
 
@@ -57,7 +62,7 @@ def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
     pytest.param(("backbone=lax", "dlr=on"), marks=full),
 ], ids=named)  # fmt: skip
 def test_shards_train_as_replicas_do_by_default(choice):
-    """With the default optimizer, clipping and micro-batches, to the rounding of fp32, over 12 steps."""
+    """With the default optimizer, clipping and micro-batches, 12 steps agree to the rounding of fp32."""
 
     def act(ranks):
         replicas, sharded = (run(ranks, *choice, "train.steps=12", f"parallel={p}") for p in BOTH)
@@ -71,25 +76,22 @@ def test_shards_train_as_replicas_do_by_default(choice):
 
 
 @pytest.mark.parametrize(("shards", "precision"), [(1, "bf16_mixed"), (2, "bf16")])
-def test_copies_and_shards_alone_train_to_the_very_bits_of_replicas(shards, precision):
-    """Of hsdp on two ranks: two copies are ddp, and one copy is fsdp, which sums micro-batches in the state's dtype."""
+def test_copies_or_shards_alone_train_to_the_bits_of_replicas(shards, precision):
+    """hsdp with two copies equals ddp; with one copy it equals fsdp, which sums micro-batches in the state's dtype."""
 
     def act(ranks):
         words = (*EXACT[:1], *EXACT[2:], "train.micro_batch=2", "backbone=cola", "dlr=on", f"precision={precision}")
         other = run(ranks, *words, f"parallel={BOTH[shards - 1]}")
         both = run(ranks, *words, "parallel=hsdp", f"parallel.shards={shards}")
-        assert both.losses == other.losses
-        assert both.norms == pytest.approx(other.norms, rel=1e-6)
-        assert_bits(both.state, other.state)
-        assert_bits(both.folded, other.folded)
+        assert_equal(both, other)
 
     on_two_ranks(act)
 
 
 @full
 @pytest.mark.parametrize("choice", [("dlr=learnable_alpha",), ("dlr=on", "precision=bf16_mixed")], ids=named)
-def test_two_copies_of_two_shards_train_as_one_process_and_as_shards_do(choice, tmp_path):
-    """To the rounding of sums. Clipping is on, and the copies stay equal to the bit: their norms do."""
+def test_two_copies_of_two_shards_train_as_one_process(choice, tmp_path):
+    """They agree to the rounding of sums. The copies stay equal bit for bit with clipping, because their norms do."""
     words = ("backbone=cola", *choice, "train.micro_batch=1", "scale.intermediate_size=91")
 
     def alone():
@@ -127,7 +129,7 @@ def test_one_rank_without_torchrun_is_sharded_too():
 @pytest.mark.parametrize("parallel", [*BOTH, pytest.param("hsdp", marks=full)])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
 def test_a_plan_counts_what_rank_0_holds(parallel, precision):
-    """Every parameter, gradient and moment, to the byte, where rows are odd."""
+    """Parameters, gradients and moments are planned to the byte, also for an odd number of rows."""
 
     def act(ranks):
         words = ("backbone=cola", "dlr=learnable_alpha", f"precision={precision}", f"parallel={parallel}")
@@ -186,7 +188,7 @@ def test_an_update_not_finite_on_one_rank_changes_nothing():
 
 @pytest.mark.parametrize(("d_out", "rank"), [(7, 3), (2, 2)])
 def test_dlr_is_a_library_for_anybodys_sharded_module(d_out, rank):
-    """B + beta R^T by its definition, where rows are shared out unevenly and a rank may have none; in float64."""
+    """B + beta R^T is as defined where ranks have unequal rows or none; in float64."""
 
     def act():
         dist.init_process_group("gloo")

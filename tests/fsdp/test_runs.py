@@ -1,4 +1,4 @@
-"""Whole runs of ``parallel=fsdp`` and ``hsdp``: evaluated, saved, resumed on other ranks, folded, compiled."""
+"""Whole runs with ``parallel=fsdp`` and ``hsdp``: evaluated, saved, resumed on other ranks, folded, compiled."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def stopped(words: list[str], ranks: int) -> None:
         forked(words, ranks)
 
 
+def assert_losses_agree(found: list[dict], expected: list[dict]) -> None:
+    """The records of two whole runs have the same losses, to rounding."""
+    assert [record["step"] for record in found] == list(range(1, 13))
+    for a, b in zip(found, expected, strict=True):
+        for name in b.keys() & {"train/loss", "eval/loss"}:
+            assert a[name] == pytest.approx(b[name], rel=2e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("parallel", "ranks"), [("parallel=fsdp", 2), ("parallel=hsdp parallel.shards=2", 4)])
 def test_interrupted_twice_equals_undisturbed(words, tmp_path, parallel, ranks):
@@ -37,7 +45,7 @@ def test_interrupted_twice_equals_undisturbed(words, tmp_path, parallel, ranks):
 
 
 def test_replicas_then_shards_then_replicas_on_other_ranks(train, words, tmp_path):
-    """1 rank, 2 sharded, 3 sharded, 1 replicated: the losses of an undisturbed run on one rank, to rounding."""
+    """1 rank, 2 sharded, 3 sharded, 1 replicated: the losses are those of an uninterrupted run on one rank."""
     given = (*CHOICE, "optimizer=adamw", "scale.hidden_size=128", "scale.rank=64", "train.micro_batch=1",
              "train.global_batch=6", "data.streams=6")  # fmt: skip
     whole = final(train(tmp_path / "whole", *given))
@@ -47,16 +55,12 @@ def test_replicas_then_shards_then_replicas_on_other_ranks(train, words, tmp_pat
     stopped(words(here, *given, "parallel=fsdp", "train.stop_after=6"), 2)
     stopped(words(here, *given, "parallel=fsdp", "train.stop_after=9"), 3)
     train(tmp_path / "parts", *given)
-    parts = final(tmp_path / "parts")
-    assert [r["step"] for r in parts[1]] == list(range(1, 13))
-    for a, b in zip(parts[1], whole[1], strict=True):
-        for name in b.keys() & {"train/loss", "eval/loss"}:
-            assert a[name] == pytest.approx(b[name], rel=2e-5)
+    assert_losses_agree(final(tmp_path / "parts")[1], whole[1])
 
 
 @pytest.mark.full
 def test_replicas_then_copies_of_shards_then_shards(train, words, tmp_path):
-    """1 rank, 2 copies of 2 shards twice, 2 shards, 1 rank: losses as of one rank, to rounding; rows are saved once."""
+    """1 rank, 2 copies of 2 shards twice, 2 shards, 1 rank: the losses are those of one rank; rows are saved once."""
     given = (*CHOICE, "optimizer=adamw", "scale.intermediate_size=91", "train.micro_batch=1", "train.global_batch=8")
     whole = final(train(tmp_path / "whole", *given))
     here, hsdp = f"run.dir={tmp_path}/parts", ("parallel=hsdp", "parallel.shards=2")
@@ -71,16 +75,12 @@ def test_replicas_then_copies_of_shards_then_shards(train, words, tmp_path):
     stopped(words(here, *given, *hsdp, "train.stop_after=7"), 4)
     stopped(words(here, *given, "parallel=fsdp", "train.stop_after=9"), 2)
     train(tmp_path / "parts", *given)
-    parts = final(tmp_path / "parts")
-    assert [r["step"] for r in parts[1]] == list(range(1, 13))
-    for a, b in zip(parts[1], whole[1], strict=True):
-        for name in b.keys() & {"train/loss", "eval/loss"}:
-            assert a[name] == pytest.approx(b[name], rel=2e-5)
+    assert_losses_agree(final(tmp_path / "parts")[1], whole[1])
 
 
 @pytest.mark.full
 def test_compiled_shards_train_as_eager_ones_do(words, tmp_path, monkeypatch):
-    """As captured in one graph a block, hooks left out, which is run as it is: inductor's own part takes minutes."""
+    """Each block is captured in one graph, without hooks, and run eagerly: inductor's code generation takes minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     given = (*CHOICE[:3], "train.steps=4", "eval.every=2", "parallel=fsdp", "train.warmup_steps=0",
              "train.activation_checkpointing=latent")  # fmt: skip

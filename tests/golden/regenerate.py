@@ -2,8 +2,8 @@
 
     python -m tests.golden.regenerate
 
-writes ``curves.json`` anew. Do so only with a change that is meant to move the curves, and say in its commit why they
-move. Tokens come from a fixed chain over 40 ids and not from a corpus, so that no tokenizer's version takes part.
+rewrites ``curves.json``. Run it only for a change that is meant to move the curves, and explain in the commit why they
+move. Tokens come from a fixed Markov chain over 40 ids, not from a corpus, so no version of a tokenizer matters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VOCAB = 40
 
 
 def batches(batch_size: int, seq_len: int):
-    """Endless batches of a chain in which each id is followed by one of three."""
+    """Yields batches indefinitely, from a chain in which one of three ids follows each id."""
     rng = random.Random(0)
     followers = [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(VOCAB)]
     while True:
@@ -55,7 +55,7 @@ def batches(batch_size: int, seq_len: int):
 
 
 def curve(*overrides: str) -> list[float]:
-    """The loss of every update of a new model, without data room and run directory."""
+    """The loss of every update of a new model, without a data pipeline or a run directory."""
     kept = [word for word in SMALL if not (word.startswith("scale.rank") and "backbone=full" in overrides)]
     kept = [word for word in kept if not word.startswith(("data=", "train.lr="))]
     cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])

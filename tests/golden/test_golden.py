@@ -1,7 +1,7 @@
-"""The mathematics of training stays what it is: the losses of ``curves.json``, to rounding.
+"""Training reproduces the losses of ``curves.json`` up to rounding.
 
-A curve that moves on purpose is written anew by ``python -m tests.golden.regenerate``. Measured on these curves:
-initial values changed in their last bits, two threads, and kernels without AVX-512 or without any vectors move them by
+``python -m tests.golden.regenerate`` rewrites curves that move on purpose. Measured on these curves: initial values
+changed in their last bits, two threads, and kernels without AVX-512 or without any vector instructions move them by
 less than 3e-7; alpha 1 -> 0.99 by 1e-4, clipping at 1 instead of 0.5 (where it acts) by 3e-4.
 """
 

@@ -1,4 +1,4 @@
-"""Every test of this folder is marked ``gpu``, and skips where there is none."""
+"""Every test of this folder is marked ``gpu``, and skips on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for kernels that repeat; read at the first product
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic kernels; read at the first product
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:

@@ -1,6 +1,6 @@
-"""What only a GPU can show. One command on a machine with one: ``pytest -m gpu``.
+"""Properties that only a GPU can show: ``pytest -m gpu``.
 
-The model is the 60m shape with a small vocabulary; batches are those of the golden curves.
+The model has the 60m shape with a small vocabulary; batches are those of the golden curves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def config(*overrides: str):
 
 @pytest.fixture
 def trainer(tmp_path_factory):
-    """Makes a ``Loop`` on the GPU without data room; checkpoints go to a scratch folder."""
+    """Makes a ``Loop`` on the GPU without a data pipeline; checkpoints go to a scratch folder."""
     with ExitStack() as opened:
 
         def make(*overrides: str) -> Loop:
@@ -61,9 +61,9 @@ def steps(count: int) -> list:
 
 
 def gradients(trainer: Loop, peaks: list[int] | None = None) -> tuple[float, torch.Tensor]:
-    """Loss and all gradients, as one vector, of the first batch in one micro-batch. ``peaks`` gets its bytes."""
+    """The loss of the first batch as one micro-batch, and its gradients as one vector. ``peaks`` gets its bytes."""
     (batch,) = steps(1)
-    before = torch.cuda.memory_allocated()  # trainers before this one may still be there
+    before = torch.cuda.memory_allocated()  # earlier trainers may still be allocated
     torch.cuda.reset_peak_memory_stats()
     ids, targets = inputs_and_targets(*map(trainer.ranks.to_device, (batch.tokens, batch.lengths)))
     update = trainer.update
@@ -78,12 +78,13 @@ def gradients(trainer: Loop, peaks: list[int] | None = None) -> tuple[float, tor
 
 @pytest.mark.parametrize(("precision", "loss_bound", "gradient_bound"), [
     ("fp32", 1e-5, 1e-4),  # another order of sums (3e-7 on a CPU)
-    ("bf16", 2e-3, 3e-2),  # fused kernels keep in fp32 what eager rounds to 8 bits (4e-3 on a CPU)
+    ("bf16", 2e-3, 3e-2),  # fused kernels keep in fp32 what eager code rounds to 8 bits (4e-3 on a CPU)
     ("bf16_mixed", 2e-3, 3e-2),
 ])  # fmt: skip
 @pytest.mark.parametrize("backbone", ["lowrank", "cola", "lost", "lax", "cola_lax", "full", "sltrain", "lora"])
 def test_the_compiled_step_equals_the_eager_one(trainer, backbone, precision, loss_bound, gradient_bound):
-    """Loss within a relative bound; the gradient within one of its norm. Without its residual it moves by 1.2."""
+    """The loss agrees to a relative bound, and the gradient to a share of its norm. Without the residual, the gradient
+    differs by 1.2 of its norm."""
     dense = backbone in ("full", "sltrain", "lora")
     choice = ("scale.num_layers=2", f"precision={precision}", f"backbone={backbone}", f"dlr={'off' if dense else 'on'}")
     eager, compiled = (gradients(trainer(*choice, f"compile={c}")) for c in ("false", "true"))
@@ -97,7 +98,7 @@ def test_the_compiled_step_equals_the_eager_one(trainer, backbone, precision, lo
 @pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("backbone", ["cola", "lost", "cola_lax"])
 def test_kept_latents_give_the_same_gradients(trainer, backbone, compiled):
-    """In less memory: at 8 x 128 positions of the 60m shape the activations are some hundred megabytes."""
+    """They take less memory: the activations of 8 x 128 positions of the 60m shape have a few hundred megabytes."""
     found, peaks = {}, {"none": [], "latent": [], "block": []}
     for kept in peaks:
         a = trainer(f"backbone={backbone}", f"compile={compiled}", f"train.activation_checkpointing={kept}")
@@ -143,11 +144,11 @@ def test_the_count_of_targets_is_not_rounded_to_bf16():
 ], ids=" ".join)  # fmt: skip
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
-    """No synchronising call, and the update is enqueued while the GPU is still busy with what came before it.
+    """A step makes no synchronising call, and is enqueued while the GPU is still busy with earlier work.
 
-    The second is the sharper test: torch does not report copies from pageable memory, for which the driver waits. It is
-    of updates that a stream has room for, about a thousand launches: with more, the host waits for the queue itself.
-    Stochastic rounding in eager code makes two to four thousand.
+    The second check is stricter: torch does not report copies from pageable memory, for which the driver waits. It
+    covers updates of up to about a thousand launches, which a stream has room for; with more, the host waits for the
+    queue itself. Stochastic rounding in eager code makes two to four thousand.
     """
     if "optimizer=adamw_8bit" in words:
         pytest.importorskip("torchao")
@@ -175,7 +176,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
 
 
 def test_gradients_of_masked_documents_are_finite(trainer):
-    """At 64 positions beyond a multiple of 128, with scores near -120, cuDNN's attention gives NaN: pytorch #196678."""
+    """At 64 positions beyond a multiple of 128, with scores near -120, cuDNN's attention is NaN: pytorch #196678."""
     length, width = 192, 64
     trainer("data.mask_documents=true", "eval.packing=packed", f"train.seq_len={length}")
     shape = (1, 1, length, width)
@@ -191,7 +192,7 @@ def test_gradients_of_masked_documents_are_finite(trainer):
 @pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
 def test_a_residual_goes_out_and_in_bit_for_bit(precision, compiled):
-    """W and B are those of a CPU."""
+    """W and B equal those on a CPU."""
     cfg = config(f"precision={precision}", f"compile={compiled}")
     models = [build_model(cfg, VOCAB, torch.device(device), STATE_DTYPE[precision]) for device in ("cuda", "cpu")]
     start = {name: p.detach().clone() for name, p in models[1].named_parameters()}
@@ -207,13 +208,13 @@ def test_a_residual_goes_out_and_in_bit_for_bit(precision, compiled):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
 def test_a_checkpoint_restores_the_state_bit_for_bit(trainer, tmp_path, precision):
-    """Through the file and back; then equal gradients make equal updates (a backward pass itself may not repeat)."""
+    """After saving and loading, equal gradients make equal updates (a backward pass may not be repeatable)."""
     one, two = trainer(f"precision={precision}"), trainer(f"precision={precision}", "seed=7")
     for index, batch in enumerate(steps(3)):
         one.update(batch, index, 1e-3)
     one.state.step = 3
     one.save()
-    one.update(next(iter(steps(1))), 3, 1e-3)  # what the thread writes is a copy
+    one.update(next(iter(steps(1))), 3, 1e-3)  # the saving thread writes a copy
     one.saver.wait()
     for trained in (one, two):
         trained.resume(checkpoint.load(one.saver.root / "step_00000003"))

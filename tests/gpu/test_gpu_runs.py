@@ -1,4 +1,4 @@
-"""Packed rows, sharded steps, memory, profile, exports, doctor and benchmarks on a GPU."""
+"""Packed rows, sharded steps, memory, profiles, exports, the doctor and the benchmarks on a GPU."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tests.golden.regenerate import VOCAB, batches
 from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
 
 
-@pytest.mark.parametrize("seq_len", [96, 61])  # 61 is no multiple of what the kernels align to
+@pytest.mark.parametrize("seq_len", [96, 61])  # 61 is not a multiple of the kernels' alignment
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_documents_of_a_row_are_what_they_are_alone(dtype, bound, compiled, seq_len):
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as a run with such rows does
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run with packed rows
     cfg = load(["scale=60m", "scale.vocab_size=500", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl"])
     model = build_model(cfg, 500, torch.device("cuda"), dtype)
     ids = torch.randint(3, 500, (4, seq_len), device="cuda")
     ids[:, [7, 8, 40]] = EOS
     inputs = separated(ids, ids, EOS)
-    add_(model.state_dict(), model, cfg.dlr)  # W, which it multiplies by
+    add_(model.state_dict(), model, cfg.dlr)  # W, which the model multiplies by
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(50)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_cpu(tmp_path, backbone):
 
 
 def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Of eight steps, and the folded weights."""
+    """The losses of eight steps, and the folded weights."""
     cfg = config("train.steps=8", *words)
     with Ranks(cfg) as ranks:
         updates = trial(cfg, ranks, VOCAB)
@@ -103,7 +103,7 @@ EIGHT_BIT = ("optimizer=adamw_8bit",)
     (EIGHT_BIT, 20e9),
     ((*EIGHT_BIT, "precision=bf16_sr"), 20e9),
 ], ids=["adamw", "8bit", "8bit_sr"])  # fmt: skip
-def test_7b_takes_what_the_plan_says(words, at_most):
+def test_7b_takes_the_planned_memory(words, at_most):
     if torch.cuda.get_device_properties(0).total_memory < at_most + 4e9:
         pytest.skip("a smaller GPU")
     cfg = load([*SEVEN, *words, "data=sample", "logger=jsonl", "compile=false"])
@@ -137,17 +137,17 @@ COMMON = ("backbone=cola", "dlr=on", "device=cuda", "train.steps=8", "checkpoint
 
 
 @pytest.fixture
-def kernels_that_repeat():
-    """Those that add in one order, as far as torch has them; what it has none for, it warns of."""
+def deterministic_kernels():
+    """Kernels that add in a fixed order; torch warns of operations that have none."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
-@pytest.mark.usefixtures("no_export", "kernels_that_repeat")
+@pytest.mark.usefixtures("no_export", "deterministic_kernels")
 @pytest.mark.parametrize("how", [("precision=bf16",), ("precision=bf16_mixed", "compile=true")], ids=" ".join)
-def test_training_does_not_notice_a_profile(train, tmp_path, how):
+def test_a_profile_does_not_change_training(train, tmp_path, how):
     plain = train(tmp_path / "plain", *COMMON, *how)
     looked = train(tmp_path / "looked", *COMMON, *how, "profile=on", "profile.start=3")
     a, b = (saved(folder / "checkpoints" / "step_00000008") for folder in (plain, looked))

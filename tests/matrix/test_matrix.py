@@ -1,9 +1,9 @@
-"""Every method through the whole machine: 20 steps on one rank and two, compiled, resumed, folded, exported, reloaded.
+"""Every method end to end: 20 steps on one rank and on two, compiled, resumed, folded, exported and reloaded.
 
     DLR_MATRIX_BACKEND=inductor python -m pytest tests/matrix -m exhaustive
 
-The two ranks are forked from this process, and all but cola+dlr and lax are compiled with aot_eager, which takes
-inductor's path up to its code generation: a fraction of the time. ``DLR_MATRIX_BACKEND`` names another backend for all.
+The two ranks are forked from this process. All methods but cola+dlr and lax are compiled with aot_eager, which takes
+inductor's path up to its code generation, in a fraction of the time. ``DLR_MATRIX_BACKEND`` sets one backend for all.
 """
 
 from __future__ import annotations
@@ -17,27 +17,19 @@ import torch
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked
+from tests.golden.regenerate import CHOICES
 from tests.resume.test_resume import assert_same, final
 
-METHODS = {
-    "full": ("backbone=full",),
+METHODS = CHOICES | {
     "full+galore": ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=6"),
     "full+fira": ("backbone=full", "optimizer=fira", "optimizer.rank=8", "optimizer.refresh_every=6"),
     "full+muon": ("backbone=full", "optimizer=muon"),
-    "lowrank": ("backbone=lowrank",),
-    "lowrank+dlr": ("backbone=lowrank", "dlr=on"),
     "lowrank+loro": ("backbone=lowrank", "backbone.init=xavier", "optimizer=loro", "optimizer.exact_every=6"),
-    "cola": ("backbone=cola",),
-    "cola+dlr": ("backbone=cola", "dlr=on"),
     "cola+dlr+latent": ("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"),
     "cola+learnable_alpha": ("backbone=cola", "dlr=learnable_alpha"),
     "cola+dlr+adamw_foreach": ("backbone=cola", "dlr=on", "optimizer=adamw_foreach"),
     "cola+dlr+adamw_8bit": ("backbone=cola", "dlr=on", "optimizer=adamw_8bit"),
     "cola+dlr+bf16_sr": ("backbone=cola", "dlr=on", "precision=bf16_sr"),
-    "lost": ("backbone=lost",),
-    "lost+dlr": ("backbone=lost", "dlr=on"),
-    "lax": ("backbone=lax",),
-    "lax+dlr": ("backbone=lax", "dlr=on"),
     "cola_lax": ("backbone=cola_lax", "backbone.gate=dense"),
     "cola_lax+dlr": ("backbone=cola_lax", "dlr=on", "backbone.gate=dense"),
     "sltrain": ("backbone=sltrain",),

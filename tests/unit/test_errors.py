@@ -1,4 +1,4 @@
-"""Every script says in one line, and by its exit code, what has ended it."""
+"""A command that fails reports the reason in one line and by its exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.conftest import ROOT
     (FileNotFoundError(2, "No such file", "x.json"), 3, "error: x.json: No such file\n"),
     (KeyboardInterrupt(), 130, "\ninterrupted\n"),
 ])  # fmt: skip
-def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
+def test_an_error_ends_a_command_with_one_line_and_a_code(error, code, said, capsys):
     def act() -> None:
         raise error
 
@@ -38,8 +38,8 @@ def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
     (errno.ENAMETOOLONG, "File name too long"),
 ])  # fmt: skip
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_an_error_of_a_disk_names_the_file_and_what_helps(tmp_path, monkeypatch, capsys, number, said, call):
-    """A write and a flush name no file themselves."""
+def test_a_disk_error_names_the_file_and_the_fix(tmp_path, monkeypatch, capsys, number, said, call):
+    """The errors of a write and of a flush do not name the file themselves."""
 
     def fails(*_given, **_named):
         raise OSError(number, os.strerror(number))
@@ -50,7 +50,7 @@ def test_an_error_of_a_disk_names_the_file_and_what_helps(tmp_path, monkeypatch,
     assert capsys.readouterr().err == f"error: {tmp_path / name}: {said}\n"
 
 
-def test_a_reader_that_has_gone_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     code = "import sys; from dlr_pretrain.util.errors import command; sys.exit(command(lambda: print('x' * 10**6)))"
     words = [sys.executable, "-c", code]
     done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)

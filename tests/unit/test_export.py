@@ -1,4 +1,4 @@
-"""The exported folder is what was trained, for whoever has transformers and not this package."""
+"""The exported folder computes what was trained, in transformers, without this package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ids() -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_loads_computes_generates_and_is_saved(kind, tmp_path, spiece, ids):
-    """Through the folder's own file, in fp32, against our model, which the parity tests hold against its formula."""
+    """Loaded by the folder's own file, it agrees in fp32 with our model, whose formula the parity tests check."""
     ours, trust = trained(of_kind(kind), ROWS), {"trust_remote_code": True}
     export(tmp_path / "folded", of_kind(kind), weights(ours), spiece, RECORD)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", output_loading_info=True, **trust)
@@ -133,8 +133,8 @@ def test_a_folder_is_whole_before_it_has_its_name(tmp_path, spiece, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_llama_cpp_finds_a_vocabulary_of_bpe_alone(tmp_path, kind):
-    """Its converter takes the pieces of a tokenizer.model for BPE's; without one, it refuses a Unigram model."""
+def test_llama_cpp_finds_the_vocabulary_of_bpe_alone(tmp_path, kind):
+    """Its converter reads any tokenizer.model as BPE; without that file, it refuses a Unigram model."""
     export_tokenizer(tmp_path, load_tokenizer(train(tmp_path, model_type=kind)), 1024)
     assert (tmp_path / "tokenizer.model").exists() == (kind == "bpe")
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"].lower() == kind
@@ -147,7 +147,7 @@ def test_a_backbone_without_an_exported_layer_is_written(tmp_path, spiece, ids, 
     assert said in (tmp_path / "folded/README.md").read_text() and (tmp_path / "folded" / WEIGHTS).exists()
 
 
-def test_a_difference_is_found(tmp_path, spiece, ids, monkeypatch):
+def test_a_difference_from_the_trained_model_is_found(tmp_path, spiece, ids, monkeypatch):
     tensors = weights(trained(COLA, ROWS).bfloat16())
     said = export(tmp_path / "folded", COLA, tensors, spiece, RECORD, ids)
     assert float(said.split("agree to ")[1].split()[0]) < 1e-5
@@ -167,7 +167,7 @@ def test_a_difference_is_found(tmp_path, spiece, ids, monkeypatch):
         export(tmp_path / "other", COLA, tensors, spiece, RECORD, ids)
 
 
-def test_what_is_no_export_or_no_longer_one_is_refused_by_name(tmp_path, spiece):
+def test_a_folder_that_is_not_a_sound_export_is_refused(tmp_path, spiece):
     folder = exported(tmp_path / "folded", spiece, COLA, ROWS)
     with pytest.raises(UserError, match=r"has no config\.json.*Name a folder that an export wrote.*for a checkpoint"):
         open_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""A checkpoint folds to what the run itself writes at its end, merged where that is dense; its report is right."""
+"""A checkpoint folds to the export that the run itself writes at its end, and the report of fold.py is right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture
 def fold(capsys):
-    """``scripts/fold.py`` in this process: its exit code, its output and its errors."""
+    """Runs ``scripts/fold.py`` in this process; returns its exit code, its output and its errors."""
     return lambda *words: (capsys.readouterr(), main_of("fold", *words), *capsys.readouterr())[1:]
 
 
@@ -40,7 +40,7 @@ def facts(folder) -> dict:
     return json.loads((folder / "fold.json").read_text())
 
 
-def test_a_checkpoint_tells_its_own_evaluation_or_none(train, tmp_path, fold):
+def test_a_checkpoint_reports_its_own_evaluation_or_none(train, tmp_path, fold):
     run_dir = train(tmp_path / "run", "train.steps=8", "eval.every=4", "checkpoint.every=7")
     for step in (7, 8):
         assert fold(run_dir / "checkpoints" / f"step_{step:08d}", "--output", tmp_path / f"{step}")[0] == 0
@@ -64,8 +64,8 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none(train, tmp_path, fold):
     assert "fails its checksum" in fold(checkpoint)[2]
 
 
-def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path, fold, monkeypatch):
-    """Before: the residual as a second product beside B. After: the tensors in the folder."""
+def test_figures_follow_their_formulas_on_the_written_tensors(train, tmp_path, fold, monkeypatch):
+    """The model before has the residual as a second product beside B; the model after has the folder's tensors."""
     run_dir = train(tmp_path / "run", "backbone=lowrank", "dlr=on", "train.steps=3", "train.lr=0.1")
     checkpoint, cfg = run_dir / "checkpoints" / "step_00000003", parse(read_config(run_dir))
     few = replace(cfg, eval=replace(cfg.eval, tokens=300))
@@ -118,14 +118,14 @@ def test_training_and_the_folded_model_are_equal_bit_for_bit(train, tmp_path, fo
     assert own["lm_head.weight"].dtype == (torch.bfloat16 if "precision=bf16" in given else torch.float32)
     found = facts(run_dir / "folded_step_00000003")
     assert found["fold/weights_identical"] is True
-    assert found["fold/logits_mean_relative_error"] < 0.05  # the branch rounds otherwise
+    assert found["fold/logits_mean_relative_error"] < 0.05  # the branch rounds differently
     assert found["fold/perplexity_after"] == pytest.approx(found["fold/perplexity_before"], rel=0.02)
     learned = 14 if "dlr.learn_alpha=true" in given else 0
     assert found["fold/parameters_before"] - found["fold/parameters_after"] == learned
 
 
 @pytest.mark.parametrize("backbone", ["lora", pytest.param("sltrain", marks=pytest.mark.full)])
-def test_a_merge_at_the_end_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone):
+def test_a_merge_at_the_end_is_checked_against_the_run(train, tmp_path, monkeypatch, backbone):
     layer = importlib.import_module(f"dlr_pretrain.models.{backbone}").Options.layer
     given = (f"backbone={backbone}", "precision=bf16", "train.steps=4", "train.lr=1e-2", "train.warmup_steps=0")
     train(tmp_path / "right", *given)
@@ -136,7 +136,7 @@ def test_a_merge_at_the_end_is_held_against_what_was_trained(train, tmp_path, mo
     assert not (tmp_path / "wrong" / "folded").exists()
 
 
-def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, corpus, fold):
+def test_the_perplexity_of_a_changed_text_is_not_reported(train, tmp_path, corpus, fold):
     text = tmp_path / "text"
     shutil.copytree(corpus, text)
     run_dir = train(tmp_path / "run", "dlr=on", "train.steps=1", f"data.root={text}")
@@ -144,7 +144,7 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
     with gzip.open(shard, "at") as file:
         file.write(json.dumps({"text": "another day"}) + "\n")
     said = fold(checkpoint)[2]
-    assert "text: " in said and "is another text by now, data.shards=" in said and "--tokens 0 folds" in said
+    assert "text: " in said and "the text has changed, data.shards=" in said and "--tokens 0 folds" in said
     shutil.rmtree(text)
     code, _, said = fold(checkpoint)
     assert code == EXIT_FAILED and "data.train_files" in said and "--tokens 0 folds without the text" in said
@@ -156,7 +156,7 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
     ("sltrain", False, ("backbone.sparsity=0.1",)),
     ("lowrank", True, ("backbone.latent_scale=0.4", "dlr=on")),
 ])  # fmt: skip
-def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words):
+def test_a_dense_export_computes_what_was_trained(backbone, merge, words):
     cfg = small(backbone, *words)
     model = disturbed(cfg).requires_grad_(False)
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -180,12 +180,12 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
     exact = 0.3 * (own[f"{name}.b.weight"].double() @ own[f"{name}.a.weight"].double())
     found = tensors[f"{name}.weight"]
     assert found.dtype == torch.bfloat16
-    half = 0.502 * torch.finfo(torch.bfloat16).eps * exact.abs()  # and fp32's own, where terms cancel
+    half = 0.502 * torch.finfo(torch.bfloat16).eps * exact.abs()  # 1e-5: fp32's rounding, where terms cancel
     assert ((found.double() - exact).abs() <= half + 1e-5).all()
 
 
 @pytest.mark.parametrize("backbone", ["cola", "lost", "cola_lax"])
-def test_layers_that_are_no_matrix_are_not_merged(backbone):
+def test_layers_that_are_not_a_matrix_are_not_merged(backbone):
     with pytest.raises(UserError, match=r"layers are not a single matrix: they cannot be merged"):
         model = build_model(small(backbone), VOCAB, CPU)
         deployed(small(backbone), weights(model), merge=True)

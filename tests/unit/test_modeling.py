@@ -1,4 +1,4 @@
-"""The exported layers in a training loop of somebody else's: gradients, copies, threads, and parallel plans."""
+"""The exported layers work in any training loop: gradients, copies, threads and parallel plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize("kind", FACTORISED)
 def test_gradients_are_those_of_the_trained_model(kind, ids):
     plain, saving, ours = exported(kind).train(), exported(kind).train(), trained(of_kind(kind), ROWS)
-    saving.gradient_checkpointing_enable({"use_reentrant": True} if kind == "lax" else None)  # it takes False
+    saving.gradient_checkpointing_enable({"use_reentrant": True} if kind == "lax" else None)  # True is overridden
     runs = []
     saving.model.layers[1].mlp.gate_proj.b.register_forward_hook(lambda *_: runs.append(1))
     for logits in (plain(input_ids=ids).logits, saving(input_ids=ids).logits, ours.logits(ids)):
@@ -78,14 +78,14 @@ def test_a_hook_on_a_block_sees_its_hidden_states(ids):
 
 
 @pytest.mark.parametrize("kind", FACTORISED)
-def test_a_model_that_was_made_empty_starts_anew(kind):
-    """As FSDP and meta devices do it; also the buffer of lost, which would be raw memory."""
+def test_an_empty_model_is_initialised(kind):
+    """FSDP and meta devices make models empty. The buffer of lost is initialised as well."""
     made = LowRankLlamaModel(exported(kind).config)
     with torch.device("meta"):
         model = LowRankLlamaModel(made.config)
     model.to_empty(device="cpu")
     for module in model.modules():
-        module._is_hf_initialized = False  # transformers 4 would leave the modules alone
+        module._is_hf_initialized = False  # transformers 4 would skip the modules
     for tensor in model.state_dict().values():
         tensor.fill_(77)
     model.init_weights()
@@ -98,7 +98,7 @@ def test_a_model_that_was_made_empty_starts_anew(kind):
 
 
 @pytest.mark.parametrize("head", ["LowRankLlamaForSequenceClassification", "LowRankLlamaForTokenClassification"])
-def test_heads_of_classification_share_the_body(head, tmp_path, ids):
+def test_classification_heads_share_the_body(head, tmp_path, ids):
     model = exported("cola_lax").eval()
     model.save_pretrained(tmp_path)
     given = {"num_labels": 5, "output_loading_info": True, "pad_token_id": 0}
@@ -112,7 +112,7 @@ def test_heads_of_classification_share_the_body(head, tmp_path, ids):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", FACTORISED)
-def test_two_ranks_divide_a_model_by_its_plan(kind, tmp_path, ids):
+def test_two_ranks_split_a_model_by_its_plan(kind, tmp_path, ids):
     settings = model_config(of_kind(kind), ROWS, torch.float32) | {"intermediate_size": 84}
     model = LowRankLlamaForCausalLM(LowRankLlamaConfig(**settings)).eval()
     model.save_pretrained(tmp_path)
@@ -130,5 +130,5 @@ def test_two_ranks_divide_a_model_by_its_plan(kind, tmp_path, ids):
     on_ranks(divided, 2)
 
 
-def test_plans_are_offered_only_where_they_hold():
+def test_a_pipeline_plan_exists_only_without_latents():
     assert exported("cola").config.base_model_pp_plan and exported("cola_lax").config.base_model_pp_plan is None

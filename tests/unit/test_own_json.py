@@ -1,4 +1,4 @@
-"""Our own JSON files may be damaged: whoever reads one names it, or goes on as if it were not there."""
+"""A damaged JSON file of ours is named in an error, or treated as absent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pretrained(folder) -> None:
     PretrainedFolder(folder, load(["scale=tiny", "data=sample", "logger=jsonl"]), 64, "")
 
 
-READERS = {  # the file; a sound content, if it must have some; what reads it; what that returns of a damaged one
+READERS = {  # file: (a sound content, or None for any; its reader; the reader's result for a damaged file)
     "manifest.json": (MANIFEST, read_record, UserError),
     "config.yaml": (None, read_config, UserError),
     "tokens/manifest.json": (TOKENS, lambda folder: read_manifest(folder / "tokens"), UserError),
@@ -55,7 +55,7 @@ READERS = {  # the file; a sound content, if it must have some; what reads it; w
 
 
 def wrong_types(sound: dict):
-    """The content with another type in the place of each entry, and without each entry."""
+    """Yields ``sound`` with one entry of another type, for every entry, also within nested entries."""
     for key, value in sound.items():
         yield sound | {key: [] if isinstance(value, dict) else {}}
         if isinstance(value, dict):
@@ -65,7 +65,7 @@ def wrong_types(sound: dict):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_damaged_file_is_named_or_counts_for_nothing(tmp_path, name):
+def test_a_damaged_file_is_named_or_treated_as_absent(tmp_path, name):
     sound, read, found = READERS[name]
     wrong = [json.dumps(content) for content in wrong_types(sound or {})]
     if name == "config.yaml":
@@ -83,8 +83,8 @@ def test_a_damaged_file_is_named_or_counts_for_nothing(tmp_path, name):
             assert read(tmp_path) == found, content[:60]
 
 
-def test_the_sound_contents_are_read(tmp_path):
-    """Otherwise the test above would refuse everything."""
+def test_sound_contents_are_read(tmp_path):
+    """The test above would also pass if every content were refused."""
     for name, (sound, read, _) in READERS.items():
         if sound and name not in ("model.safetensors.index.json", "step_00000001/checkpoint.json"):
             (tmp_path / name).parent.mkdir(exist_ok=True)

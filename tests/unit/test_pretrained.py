@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.state import new_model, new_optimizer
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
+from tests.conftest import ROOT
 from tests.parity.reference import CPU, VOCAB, disturbed, small, weights
 from tests.resume.test_resume import assert_same, final
 
@@ -73,6 +75,21 @@ def test_the_start_computes_what_the_exported_model_computes(tmp_path, ids, word
     source = disturbed(small(words[0], "seed=1"), torch.float32).requires_grad_(False)
     write_weights(tmp_path, weights(source))
     found = started(small(*words, "precision=fp32"), tmp_path).logits(ids)
+    torch.testing.assert_close(found, source.double().logits(ids), rtol=1e-12, atol=1e-12)
+
+
+def test_the_pages_conversion_reads_the_names_of_colas_code(tmp_path, monkeypatch, ids):
+    source = disturbed(small("cola", "seed=1"), torch.float32).requires_grad_(False)
+    theirs = {
+        name.replace(".a.weight", ".cola_a").replace(".b.weight", ".cola_b"): t for name, t in weights(source).items()
+    }
+    theirs = {name: t.T.contiguous() if ".cola_" in name else t for name, t in theirs.items()}
+    (tmp_path / "cola").mkdir()
+    save_file(theirs, tmp_path / "cola" / FILE)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/runs.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1], {})
+    found = started(small("cola", "precision=fp32"), tmp_path / "converted").logits(ids)
     torch.testing.assert_close(found, source.double().logits(ids), rtol=1e-12, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""No password or token is written, sent or printed."""
+"""Passwords and tokens are never written, sent or printed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_refused_secret_is_not_shown(monkeypatch, word):
     assert not any(secret in str(refused.value) for secret in ("pa55", TOKEN, "planted-value"))
 
 
-# As it is given, and what of it nobody may see.
+# Each argument as it is given, and its secret.
 PLANTED = {
     "S3 signature": ("https://127.0.0.1:9/c4?x=1&X-Amz-Signature={}", "0aF9s3" * 6),
     "S3 credential": ("https://127.0.0.1:9/c4?X-Amz-Credential={}", "0aF9cr" * 6),
@@ -106,7 +106,7 @@ def restored_signals() -> Iterator[None]:
 
 
 def assert_none(folder, output: str) -> None:
-    """None of PLANTED is in the output, in the names of files or in the files."""
+    """No secret of PLANTED is in the output, in a file name or in a file."""
     written = [output.encode(), *(bytes(path) for path in folder.rglob("*"))]
     written += [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     found = {name for name, (_, secret) in PLANTED.items() for content in written if secret.encode() in content}
@@ -114,18 +114,18 @@ def assert_none(folder, output: str) -> None:
 
 
 @pytest.mark.full
-def test_programs_that_hold_secrets_write_none(planted, words, scheduler, tmp_path, capfd, monkeypatch):
-    """A run with its report and export, reports, token shards and a queued table, with all of PLANTED around."""
+def test_programs_with_secrets_write_none(planted, words, scheduler, tmp_path, capfd, monkeypatch):
+    """A run with its report and export, reports, token shards and a queued table, with all of PLANTED as arguments."""
     given = [text.format(secret) for text, secret in PLANTED.values()]
     run = words("train.steps=4", "eval.every=4", f"run.dir={tmp_path}/runs/a")
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", *run, *given])  # as where they are recorded
+        patch.setattr(sys, "argv", ["train.py", *run, *given])  # which the run records
         __main__.train(load(run))
     data = [word for word in run if word.startswith(("data.root", "tokenizer."))]
     assert main_of("report", f"{tmp_path}/runs", *given, "--output", tmp_path / "report") == 0
     assert main_of("prepare_data", "data=c4_local", *data, "--output", tmp_path / "tokens") == 0
     assert submit([*run[:-1], f"run.root={tmp_path}/queued", "--", *(f"--comment={one}" for one in given)]) == 0
-    (scheduler / "asked").unlink()  # what sbatch itself is told
+    (scheduler / "asked").unlink()  # the arguments of sbatch itself
     assert_none(tmp_path, "".join(capfd.readouterr()))
 
 
@@ -146,12 +146,12 @@ def test_a_secret_in_an_override_is_refused_everywhere(planted, tmp_path, capfd,
                 code = program(*([argv] if program is submit else []))
             except SystemExit as ended:  # argparse's
                 code = ended.code
-        assert code in (EXIT_CONFIG, EXIT_FAILED)  # no file of runs has that name
+        assert code in (EXIT_CONFIG, EXIT_FAILED)  # a table of runs with that name does not exist
     assert_none(tmp_path, "".join(capfd.readouterr()))
 
 
-def test_an_address_in_the_message_of_others_is_hidden(planted, tmp_path, capsys):
-    """Of a hub, for example, which answers with a redirection to a signed address."""
+def test_an_address_in_a_quoted_message_is_hidden(planted, tmp_path, capsys):
+    """A hub, for example, redirects to a signed address, which its client's error quotes."""
     update_record(tmp_path, {})
     for text, secret in PLANTED.values():
         message = f"Client error '403 Forbidden' for url '{text.format(secret)}'"

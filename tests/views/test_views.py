@@ -1,4 +1,4 @@
-"""W&B and TensorBoard show a run and never stand in its way: the real clients, and a W&B server on the loopback."""
+"""W&B and TensorBoard show a run and never block it. The clients are real; the W&B server is on the loopback."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SECRETS = {"HF_TOKEN": "hf_" + "pLanted" * 5, "HTTPS_PROXY": "http://planted-use
 
 
 class WandbServer:
-    """What the real client needs of a W&B server. It never answers a path that ends with ``silent`` ("": any path)."""
+    """The part of a W&B server that the real client needs. It never answers a path that ends with ``silent``."""
 
     def __init__(self):
         self.silent: str | None = None
         self.runs: dict[str, dict] = {}
-        self.unanswered, self.released = threading.Event(), threading.Event()  # released: lets go of what has no answer
+        self.unanswered, self.released = threading.Event(), threading.Event()  # ``released`` ends pending requests
 
     def answer(self, path: str, content: bytes) -> dict:
         if path == "/graphql":
@@ -70,12 +70,12 @@ class WandbServer:
         bucket |= {"config": json.dumps(run["config"]), "summaryMetrics": json.dumps(run["summary"])}
         bucket |= {"historyTail": json.dumps([json.dumps(row) for row in run["history"][-1:]]), "eventsTail": "[]"}
         bucket |= {"historyLineCount": len(run["history"]), "eventsLineCount": 0}
-        return bucket | {"wandbConfig": json.dumps({"t": 1})}  # without t the client takes the run for a new one
+        return bucket | {"wandbConfig": json.dumps({"t": 1})}  # without t the client would treat the run as new
 
 
 @pytest.fixture(autouse=True)
 def server(tmp_path, monkeypatch):
-    """A W&B server that clients find, a key for it, a home of its own, and nothing of W&B's from outside."""
+    """A W&B server that clients find, with a key and an empty home folder, and without the user's W&B settings."""
     server = WandbServer()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -109,14 +109,14 @@ def server(tmp_path, monkeypatch):
 
 
 def history(folder: Path) -> list[dict]:
-    """The rows of a folder of W&B, by its own reader."""
+    """The history in a W&B folder, as W&B's own reader prints it."""
     line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     records = map(json.loads, subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines())
     return [record["history"]["item"] for record in records if record["type"] == "history"]
 
 
 def viewed(folder: Path, *words: str) -> tuple[View, io.StringIO]:
-    """An open W&B view of a run directory, and what it says."""
+    """An open W&B view of a run directory, and its console output."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").touch()
     cfg, said = load([*TINY, *words]), io.StringIO()
@@ -164,7 +164,7 @@ def test_a_server_that_never_answers_ends_only_the_view(tmp_path, words, server,
 @pytest.mark.full
 def test_without_a_key_the_printed_command_sends_the_run(tmp_path, words, server):
     keyless = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"} | {"TERM": "xterm"}
-    terminal, inside = pty.openpty()  # where wandb would ask for a key
+    terminal, inside = pty.openpty()  # on a terminal, wandb would ask for a key
     for stop in ("train.stop_after=7", "train.stop_after=12"):
         line = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run", "logger=wandb", stop)]
         trained = subprocess.run(line, stdin=inside, stderr=inside, stdout=subprocess.PIPE, text=True, env=keyless)
@@ -199,7 +199,7 @@ def test_the_next_start_sends_only_what_the_server_lacks(tmp_path, server):
      {"project": "mine", "notes": "n", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
     ({"WANDB_DISABLED": "true"}, [], None),
 ])  # fmt: skip
-def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
+def test_wandb_variables_are_obeyed_and_our_keys_win(tmp_path, monkeypatch, variables, words, shown):
     (other := tmp_path / "other").mkdir()
     for name, value in ({"WANDB_MODE": "offline"} | variables).items():
         monkeypatch.setenv(name, value.format(other=other))
@@ -216,7 +216,7 @@ def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch
         assert found.startswith(str(other)) if name == "dir" else found == value
 
 
-def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
+def test_a_sink_that_hangs_or_fails_loses_only_its_records(monkeypatch):
     console = Console(load(TINY), enabled=True, stream=io.StringIO())
     gate = threading.Event()
 
@@ -247,7 +247,7 @@ def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
     gate.set()
 
 
-def test_tensorboard_shows_what_was_trained_also_after_a_resume(tmp_path, train, no_export, capsys):
+def test_tensorboard_shows_the_run_also_after_a_resume(tmp_path, train, no_export, capsys):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with pytest.raises(Stopped):
         train(tmp_path / "run", "logger=tensorboard", "train.stop_after=7")
