@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.loader import BATCHES_AHEAD, TrainLoader
+from dlr_pretrain.data.loader import PREFETCHED_BATCHES, TrainLoader
 from dlr_pretrain.data.prepare import tokenised_once
 from dlr_pretrain.data.sources import open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
@@ -25,7 +25,7 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
     by_clock, by_processor, resumed = [], [], []
     with closing(TrainLoader(cfg, source, tokenizer, 0, 1, None)) as batches:
         for _ in range(rounds):
-            for _ in range(BATCHES_AHEAD + 1):  # these were read ahead, before the clock starts
+            for _ in range(PREFETCHED_BATCHES + 1):  # these were read ahead, before the clock starts
                 next(batches)
             wall, busy, taken = time.perf_counter(), time.process_time(), 0
             while taken < tokens:

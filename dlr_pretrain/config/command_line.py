@@ -1,9 +1,8 @@
-"""From the words of a command line to checked configurations: Hydra composes, and every problem is reported at once.
+"""Turns a command line into checked configurations: Hydra composes, and all problems are reported at once.
 
 ``scale=1b``, ``+scale=1b`` and ``++scale=1b`` mean the same. Hydra accepts either ``group=option`` or
-``+group=option``, never both, and with a plus sign it accepts any misspelt name. So a group loses its plus signs, and a
-key gets two, with which Hydra sets any key. Whether the key exists is checked on the composed tree, where the nearest
-existing key is known.
+``+group=option``, but not both, and accepts any misspelt name after a plus sign. So a group loses its plus signs, and a
+key gets two, which let Hydra set any key. The composed tree then shows whether the key exists, or which key is nearest.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class CommandLine:
     config_name: str = "train"
     config_dir: str | None = None
     multirun: bool = False
-    shows: bool = False  # prints the configuration instead of running it
-    helps: bool = False  # prints help, or the version
+    shows: bool = False  # print the configuration instead of running it
+    helps: bool = False  # print help, or the version
 
 
 def read(argv: list[str]) -> CommandLine:
-    """Parse a command line and bring its words into normal form. A later word replaces an earlier one of its key.
+    """Parse a command line and normalise its words. A later word replaces an earlier word for the same key.
 
-    Raises ConfigError if there is no folder ``--config-dir``; all other problems are the line's.
+    Raises ConfigError if the folder ``--config-dir`` does not exist. The result holds all other problems.
     """
     given, rest = _flags().parse_known_args(argv)
     line = CommandLine(
@@ -89,7 +88,7 @@ def read(argv: list[str]) -> CommandLine:
 
 
 def _flags() -> argparse.ArgumentParser:
-    """A parser that knows Hydra's flags, and none of its own."""
+    """Hydra's flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in ("--help -h", "--hydra-help", "--version", "--shell-completion -sc", "--multirun -m", "--resolve"):
         parser.add_argument(*names.split(), action="store_true")
@@ -100,17 +99,16 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def parse_word(word: str) -> Override:
-    """Parse a word by Hydra's grammar; raises HydraException if it does not fit."""
+    """Parse a word by Hydra's grammar. Raises HydraException if this fails."""
     return OverridesParser.create().parse_override(word)
 
 
 def key_of(word: str) -> str:
-    """The key of a word."""
     return word.lstrip("+~").split("=", 1)[0].strip()
 
 
 def typed(words: Sequence[str]) -> dict[str, Any]:
-    """The values that well-formed words set, by dotted key: a mapping is split into its keys."""
+    """The values that well-formed words set, by dotted key; a mapping sets several keys."""
     found: dict[str, Any] = {}
     for override in map(parse_word, words):
         found |= {} if override.is_delete() else flatten({override.key_or_group: override.value()})
@@ -118,18 +116,18 @@ def typed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
-    """The options of a group in ``configs/`` and in ``config_dir``; one in a subfolder is named by its path."""
+    """The options of a group in ``configs/`` and in ``config_dir``, named by their paths."""
     folders = [Path(folder, group) for folder in (CONFIG_DIR, config_dir) if folder is not None]
     files = [path.relative_to(folder) for folder in folders for path in sorted(folder.rglob("*.yaml"))]
     return [path.with_suffix("").as_posix() for path in dict.fromkeys(files)]
 
 
 def _add(word: str, line: CommandLine) -> None:
-    """Add a well-formed word to the line in normal form; what is wrong with its value, to the problems."""
+    """Normalise a well-formed word and add it to the line, or add the problem of its value."""
     key, value = key_of(word), word.partition("=")[2].strip()
     if not word.startswith("~") and not re.match(r"hydra[./]", key):
         is_option = key in GROUPS and not value.startswith("{")  # train={lr: 1} sets keys
-        text = "'~'" if value == "~" else os.path.expanduser(value)  # Hydra's grammar has no bare ~
+        text = "'~'" if value == "~" else os.path.expanduser(value)  # Hydra's grammar does not allow a bare ~
         word = _option(key, value, line) if is_option else f"++{key}={text}"
         if not word:
             return
@@ -143,14 +141,14 @@ def _add(word: str, line: CommandLine) -> None:
         fix = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
         line.problems.append(Problem(key, value, "several values for one run", fix))
         return
-    merges = "={" in word  # mappings, such as train={lr: 1}, add to what is there
+    merges = "={" in word  # a mapping such as train={lr: 1} adds to earlier words
     line.words = [*(other for other in line.words if merges or "={" in other or key_of(other) != key), word]
 
 
 def _option(group: str, value: str, line: CommandLine) -> str:
-    """The word that chooses an option; the nearest one stands for an option that does not exist, "" if none is near."""
+    """The word that chooses an option. The nearest option replaces one that does not exist; "" if none is near."""
     if "(" in value or any(key_of(other) == "hydra.searchpath" for other in line.words):
-        return f"{group}={value}"  # such as glob(*): Hydra finds the options
+        return f"{group}={value}"  # Hydra finds the options, such as for glob(*)
     known, chosen = options(group, line.config_dir), []
     for option in value.split(","):
         name = option.strip(" '\"")
@@ -162,26 +160,26 @@ def _option(group: str, value: str, line: CommandLine) -> str:
 
 
 def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
-    """The value for the chosen scale's name, else that of ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, quoted.
+    """The value for the chosen scale, else for ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, with the quotes.
 
-    Raises ValueError if the scale is not listed and there is no ``other``.
+    Raises ValueError if neither is listed.
     """
     name = _root_.scale.name
     if name not in values and "other" not in values:
-        raise ValueError(f"no value for scale={name} (there are {', '.join(values)}): give one on the command line")
+        raise ValueError(f"no value for scale={name}, only for {', '.join(values)}: give one on the command line")
     return values[name] if name in values else values["other"]
 
 
 def times(number: int, ratio: float) -> int:
-    """A rounded share of a whole number: ``${times:${scale.rank},0.5}``."""
+    """A whole number times a ratio, rounded: ``${times:${scale.rank},0.5}``."""
     return round(number * ratio)
 
 
 def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int:
-    """The largest rank at which LOST, sparse channels included, has no more parameters than plain layers of ``rank``.
+    """The largest rank, at least 1, at which LOST with its sparse channels has no more parameters than plain ``rank``.
 
-    The rank is at least 1. A block's low-rank factors have 8 d + 3 (d + f) parameters per unit of rank; each of its
-    seven projections adds k = max(1, int(sparsity * d_in)) dense columns.
+    A block's low-rank factors have 8 d + 3 (d + f) parameters per unit of rank. Each of its seven projections adds
+    k = max(1, int(sparsity * d_in)) dense columns.
     """
     d, f = hidden, intermediate
     columns = {width: max(1, int(sparsity * width)) for width in (d, f)}
@@ -190,37 +188,36 @@ def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int
 
 
 def register() -> None:
-    """Tell Hydra the defaults of all keys, as ``base_train``, and the resolvers."""
+    """Register the defaults of all keys as ``base_train``, and the resolvers."""
     store = ConfigStore.instance()
-    sections = {name: _defaults(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
+    own = {name: keys_of(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
+    sections = {name: {leaf: found.default for leaf, found in keys} for name, keys in own.items()}
     store.store(name="base_train", node={name: found.default for name, found in ROOT.items()} | sections)
     for resolver in (by_scale, times, lost_rank):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-
-
-def _defaults(section: type) -> dict[str, object]:
-    return {name: found.default for name, found in keys_of(section)}
 
 
 register()
 
 
 def session() -> AbstractContextManager:
-    """Hydra, ready to compose from ``configs/``."""
+    """A context in which Hydra composes from ``configs/``."""
     return initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE)
 
 
 def check(line: CommandLine, world_size: int | None, machine: bool = True) -> list[Config]:
-    """The configurations that a command line asks for (several with ``-m``); raises ConfigError with all its problems.
+    """The configurations of a command line, several with ``-m``. Raises ConfigError with all problems.
 
-    ``machine`` says whether the rules about this machine are checked, see ``validate``. What Hydra writes, logs and
-    calls back plays no part here.
+    ``machine`` says whether rules about this machine are checked, see ``validate``. Hydra writes and logs nothing here,
+    and calls no callbacks.
     """
-    configs, problems = [], []
+    configs, problems, search = [], [], []
+    if line.config_dir is not None:
+        search = [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
     with session():
         for words in jobs(line.words):
             try:
-                composed = compose(line.config_name, [*_search(line), *words], return_hydra_config=True)
+                composed = compose(line.config_name, [*search, *words], return_hydra_config=True)
                 configs.append(configure(composed, composed.hydra, line, world_size, machine))
             except ConfigError as error:
                 problems += error.problems
@@ -238,9 +235,9 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
 
 
 def jobs(words: list[str]) -> Iterator[list[str]]:
-    """The words of each job of a sweep, in the order in which Hydra runs the jobs; a single job if nothing is swept.
+    """Yields the words of each job of a sweep, in Hydra's order; a single job if nothing is swept.
 
-    Of an interval, from which a sweeper draws, they are its two ends. Needs an open ``session``.
+    An interval, from which a sweeper draws, yields its two ends. Needs an open ``session``.
     """
     values = []
     for word in words:
@@ -260,8 +257,8 @@ def configure(
 ) -> Config:
     """The checked ``Config`` of one composed run, with its directory.
 
-    ``hydra`` is Hydra's own node of the composition: the chosen options, and the overrides of this run. Raises
-    ConfigError with the problems of ``line`` and of all keys; if there are none, with those of the rules between keys.
+    ``hydra`` is Hydra's own node, with the chosen options and the overrides. Raises ConfigError with the problems of
+    ``line`` and of all keys, or else with those of the rules between keys.
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     given = set(typed(words))
@@ -292,11 +289,6 @@ def default_choices() -> dict[str, str]:
     """The default option of each group."""
     entries = [entry for entry in OmegaConf.load(CONFIG_DIR / "train.yaml").defaults if OmegaConf.is_dict(entry)]
     return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
-
-
-def _search(line: CommandLine) -> list[str]:
-    """What tells Hydra's ``compose`` of ``--config-dir``."""
-    return [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
 
 
 def _composition_problem(error: Exception) -> Problem:

@@ -1,4 +1,4 @@
-"""The problems of a configuration, with messages that say how to fix them."""
+"""Problems of a configuration, with messages that say how to fix them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dlr_pretrain.util.secrets import redact
 
 
 class MISSING:
-    """Takes the place of a value that was not given. It is a class, so that it is the same object after pickling."""
+    """Stands for a value that was not given. It is a class because a class stays the same object after pickling."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key, its value (or MISSING), the rule it breaks, and the fix."""
+    """A mistake: the key, its value (or MISSING), the rule that it breaks, and the fix."""
 
     key: str
     value: object
@@ -33,7 +33,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a configuration at once; its text has one line for each."""
+    """All problems of a configuration, one per line."""
 
     exit_code = EXIT_CONFIG
 
@@ -48,21 +48,21 @@ class ConfigError(UserError):
 
 @cache
 def synonyms() -> dict[str, str]:
-    """Other trainers' words, each with our key for it or with advice (which has spaces); read from ``foreign.yaml``."""
+    """Other trainers' keys, each with our key or with advice (which has spaces); read from ``foreign.yaml``."""
     foreign = yaml.safe_load(resources.files(__package__).joinpath("foreign.yaml").read_text(encoding="utf-8"))
     return {name: meant for meant, names in foreign.items() for name in names.split()}
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
-    """A fix that names the nearest of the known names, or advises; ``otherwise`` if none is near."""
+    """A fix that names the nearest known name or gives advice; ``otherwise`` if none is near."""
     near = nearest(name, known) or otherwise
     return f"Did you mean {near}?" if near in known else near
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The known name that was most likely meant: another trainer's word for it, the same leaf elsewhere, or a typo.
+    """The known name that was most likely meant: for another trainer's key, the same leaf elsewhere, or a typo.
 
-    Of a word that no key stands for, the advice; "" if nothing is near.
+    Returns advice for a key of other trainers without a counterpart, and "" if nothing is near.
     """
     name = name.lower()
     leaf = name.rpartition(".")[2]

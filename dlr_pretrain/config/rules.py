@@ -1,4 +1,4 @@
-"""The rules that span several keys or concern the machine: all that can be checked before a run starts.
+"""Rules that span several keys or concern the machine, and can be checked before a run starts.
 
 A rule of a single backbone or optimizer stands in the class of its options.
 """
@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.problems import Problem, as_typed
-from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
+from dlr_pretrain.config.tree import DEFAULT_STREAMS, OPEN_GROUPS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
 from dlr_pretrain.util.secrets import redact
 
-# All keys that begin so; another key; and the values of that one under which they are read.
+# A key or the beginning of keys, another key, and the values of this other key for which the keys are read.
 READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
@@ -26,7 +26,7 @@ READ_IF: list[tuple] = [
     ("scale.micro_batch", "train.micro_batch", None, "auto"),
     ("parallel.shards", "parallel.name", "hsdp"),
     ("train.warmup_ratio", "train.warmup_steps", None),
-    ("train.lr_decay", "optimizer.schedule", "cosine"),  # and train.lr_decay_steps
+    ("train.lr_decay", "optimizer.schedule", "cosine"),  # also train.lr_decay_steps
     ("train.max_skipped", "train.on_nonfinite", "skip"),
     *((f"data.{name}", "data.source", "local")
       for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "cache")),
@@ -40,13 +40,16 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
-    """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: not known yet).
+    """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: unknown).
 
-    Without ``machine``, rules about this machine's files and packages are left out.
+    Without ``machine``, rules about this machine's files and packages are not checked.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg), *_source(cfg)]
+    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
+    if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
+        rule = "data=local needs the folder of its files"
+        found.append(Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample"))
     if cfg.run.start_optimizer and cfg.run.start_from is None:
-        found.append(Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too"))
+        found.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))
     found += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
     if world_size is not None:
         found += _batch(cfg, world_size)
@@ -56,7 +59,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
 
 def unused(cfg: Config, given: Collection[str]) -> Iterator[Problem]:
-    """The problems of keys in ``given``, those of a command line, that this run would ignore."""
+    """Yields a problem for each key in ``given``, the keys of a command line, that this run would ignore."""
     values = flatten(to_dict(cfg))
     for name in sorted(given):
         if why := next(_reasons(name, cfg, values, given), None):
@@ -64,14 +67,13 @@ def unused(cfg: Config, given: Collection[str]) -> Iterator[Problem]:
 
 
 def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
-    """Why the run would not read the key ``name``; nothing if it does."""
+    """Yields the reasons why the run would not read the key ``name``."""
     for key, other, *wanted in READ_IF:
         if name.startswith(key) and other in values and values[other] not in wanted:
             group, leaf = other.split(".")
-            option = values[f"{group}.name" if leaf == "enabled" else other]
-            yield (
-                f"{group}={option}" if leaf in ("enabled", "view", "source", "name") else f"{other}={as_typed(option)}"
-            )
+            value = values[f"{group}.name" if leaf == "enabled" else other]
+            names_option = leaf in ("enabled", "view", "source", "name")
+            yield f"{group}={value}" if names_option else f"{other}={as_typed(value)}"
     if name == "data.mask_documents" and "packed" not in (cfg.data.packing, cfg.eval.packing):
         yield f"data.packing={cfg.data.packing} and eval.packing={cfg.eval.packing}"
     if name == "backbone.init" and _starts_from_weights(cfg):
@@ -90,7 +92,7 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
     if s.hidden_size % (2 * s.num_heads):
-        rule = f"must divide scale.hidden_size={s.hidden_size} into heads of an even width"
+        rule = f"must divide scale.hidden_size={s.hidden_size} into heads of even width"
         yield Problem("scale.num_heads", s.num_heads, rule)
     narrowest = min(s.hidden_size, s.intermediate_size)
     for group in OPEN_GROUPS:
@@ -104,7 +106,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
         yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
     if cfg.precision.name == "bf16_sr" and not cfg.optimizer.rounds_stochastically:
-        rule = f"optimizer={cfg.optimizer.name} writes its weights itself, rounded to the nearest"
+        rule = f"optimizer={cfg.optimizer.name} always rounds its weights to the nearest"
         yield Problem("precision", "bf16_sr", rule, "Use optimizer=adamw or adamw_8bit, or precision=bf16_mixed")
 
 
@@ -112,7 +114,7 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     dlr, masters = cfg.dlr, cfg.precision.name not in ("bf16", "bf16_sr")
     free = masters and dlr.train_b and dlr.mode != "offset"
     if dlr.enabled and _starts_from_weights(cfg) and not free:
-        rule = f"gives B its values, less the residual: dlr={dlr.name} in {cfg.precision.name} would lose them"
+        rule = f"sets B to weights minus the residual, which dlr={dlr.name} in {cfg.precision.name} would lose"
         fix = "Use dlr=off, or dlr=on with precision=bf16_mixed or fp32"
         yield Problem("run.start_from", cfg.run.start_from, rule, fix)
     special = {f"mode={dlr.mode}": dlr.mode != "residual", "learn_alpha=true": dlr.learn_alpha,
@@ -123,7 +125,7 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
 
 
 def _starts_from_weights(cfg: Config) -> bool:
-    """Whether ``run.start_from`` is a folder of weights. (A checkpoint holds B itself, beside the residual.)"""
+    """Whether ``run.start_from`` is a folder of weights. (A checkpoint, in contrast, holds B without the residual.)"""
     folder = cfg.run.start_from
     return folder is not None and any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
 
@@ -133,20 +135,20 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     share, shards = batch // world_size, cfg.shards(world_size)
 
     def fitting(share: int) -> int:
-        return world_size * largest_divisor(share, max(1, USUAL_STREAMS // world_size))
+        return world_size * largest_divisor(share, max(1, DEFAULT_STREAMS // world_size))
 
     if world_size % shards:
         fix = f"Try {largest_divisor(world_size, shards)}, or start {-(-world_size // shards) * shards} ranks"
         yield Problem("parallel.shards", shards, f"must divide the {world_size} ranks", fix)
     if batch % world_size:
         rule, fix = f"must be a multiple of the {world_size} ranks", f"Try {(share + 1) * world_size}"
-        fix += f" data.streams={fitting(share + 1)}" if USUAL_STREAMS % world_size else ""
+        fix += f" data.streams={fitting(share + 1)}" if DEFAULT_STREAMS % world_size else ""
         yield Problem("train.global_batch", batch, rule, fix)
     elif batch % streams:
         fix = f"Try {largest_divisor(batch, streams)}"
         yield Problem("data.streams", streams, f"must divide train.global_batch={batch}", fix)
     elif streams % world_size:
-        rule = f"the ranks share the data streams out evenly, so the {world_size} ranks must divide their number"
+        rule = f"must be a multiple of the {world_size} ranks, which divide the data streams evenly"
         fewer = largest_divisor(streams, world_size)
         fix = f"Set data.streams={fitting(share)} before the first start, or start {fewer} ranks"
         yield Problem("data.streams", streams, rule, fix)
@@ -160,33 +162,27 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
     after = t.steps - cfg.warmup_steps
     if cfg.warmup_steps >= t.steps:
         name = "train.warmup_ratio" if t.warmup_steps is None else "train.warmup_steps"
-        rule = f"makes {cfg.warmup_steps} steps of warm-up, which must be below train.steps={t.steps}"
+        rule = f"gives {cfg.warmup_steps} warm-up steps, which must be below train.steps={t.steps}"
         yield Problem(name, t.warmup_ratio if t.warmup_steps is None else t.warmup_steps, rule)
     elif t.lr_decay_steps is not None and (t.lr_decay_steps > after or t.lr_decay_steps == 1):
-        rule = f"must be 0, or from 2 to {after}, the steps after the warm-up"
+        rule = f"must be 0, or from 2 to {after}, the number of steps after the warm-up"
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
     if t.stop_after is not None and t.stop_after > t.steps:
         yield Problem("train.stop_after", t.stop_after, f"must be at most train.steps={t.steps}")
     if kept is not None and kept % every:
         fix = f"Try {max(1, round(kept / every)) * every}"
         yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)
-    there, end = t.stop_after or t.steps, cfg.profile.start + cfg.profile.steps
-    if cfg.profile.enabled and end > there:
-        rule = f"and profile.steps={cfg.profile.steps} after it must lie within the {there} steps of the run"
+    last, end = t.stop_after or t.steps, cfg.profile.start + cfg.profile.steps
+    if cfg.profile.enabled and end > last:
+        rule = f"with profile.steps={cfg.profile.steps}, the trace must end within the {last} steps of the run"
         yield Problem("profile.start", cfg.profile.start, rule)
 
 
 def _secrets(cfg: Config) -> Iterator[Problem]:
     for name, value in flatten(to_dict(cfg)).items():
         if isinstance(value, (str, list)) and redact(str(value)) != str(value):
-            rule = "holds a password or a token, and a run writes its configuration down"
+            rule = "holds a password or a token, and a run stores its configuration"
             yield Problem(name, value, rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
-
-
-def _source(cfg: Config) -> Iterator[Problem]:
-    if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
-        rule = "needed by data=local: the folder of its files"
-        yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
 
 
 def _machine(cfg: Config) -> Iterator[Problem]:
@@ -195,7 +191,7 @@ def _machine(cfg: Config) -> Iterator[Problem]:
         fix = "Set data.root=<folder of the shards>, or data.train_files=<file>"
         yield Problem("data.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
     if path is not None and not os.path.exists(path):
-        fix = f"Name a tokenizer.json, a sentencepiece model or their folder; of the hub: tokenizer.hub={path}"
+        fix = f"Name a tokenizer.json, a sentencepiece model or their folder; on the hub: tokenizer.hub={path}"
         yield Problem("tokenizer.path", path, "no such file", fix)
     for name, place in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
         if place is not None and os.path.isfile(place):
@@ -210,10 +206,10 @@ def _machine(cfg: Config) -> Iterator[Problem]:
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """The problem that ``compile=true`` finds no compiler on this machine, or None: C++ for a CPU, else C."""
+    """The problem if ``compile=true`` finds no compiler on this machine: C++ for a CPU, else C."""
     variable, usual = ("CXX", ["g++", "clang++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     compilers = [os.environ[variable]] if variable in os.environ else usual
     if not cfg.compile or any(map(shutil.which, compilers)):
         return None
-    rule = f"needs a compiler, and there is no {' or '.join(compilers)}"
+    rule = f"needs a compiler ({' or '.join(compilers)}), which is not installed"
     return Problem("compile", cfg.compile, rule, f"Use compile=false, or set {variable} to a compiler")

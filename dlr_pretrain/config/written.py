@@ -1,4 +1,4 @@
-"""A ``Config`` from a mapping and back, with every problem of a key, and what a run writes about itself."""
+"""Converts a ``Config`` from and to a mapping, reports problems of keys, and reads what a run records about itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dlr_pretrain.util.errors import UserError, file_error, first_line
 from dlr_pretrain.util.files import NUMBER, Shape, read_json
 
 TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
-PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # of one place: no globs
-NULLS = ("none", "null", "~", "")  # what people type for null; all but a bare null reach us as text
+PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # without globs
+NULL_SPELLINGS = ("none", "null", "~", "")  # users type these for null; all but a bare null arrive as text
 MANIFEST = "manifest.json"
 RECORD: Shape = {
     "identity": dict, "saved?": int, "started_from?": {"step": int}, "micro_batch?": {"*": int},
@@ -30,7 +30,7 @@ RECORD: Shape = {
     "state?": {"name": str, "step": int, "reason": str, "time": NUMBER},
     "parameters?": NUMBER, "flops_per_token?": NUMBER,
 }  # fmt: skip
-# Sections and keys that take no part in the mathematics of a run: they may change on resume.
+# Sections and keys that do not affect the mathematics of a run, and may change on resume.
 CHANGEABLE = (
     *("device", "compile", "parallel.", "logger.", "checkpoint.", "log.", "profile.", "eval.every"),
     *("run.root", "run.dir", "run.timeout_minutes", "scale.micro_batch", "data.revision", "data.cache"),
@@ -38,8 +38,8 @@ CHANGEABLE = (
     *("tokenizer.eos", "train.micro_batch", "train.activation_checkpointing", "train.stop_after"),
     *("train.on_nonfinite", "train.max_skipped"),
 )
-# The origin of text and tokenizer may change, even from shards of text to tokens made from them. Fingerprints, not
-# these keys, ensure that text and tokenizer stay the same.
+# The origin of text and tokenizer may change, even from shards of text to tokens made from them: fingerprints ensure
+# that text and tokenizer stay the same.
 ORIGIN = {
     *("data.source", "data.root", "data.train_files", "data.validation_files", "data.text_key"),
     *("data.held_out", "data.document", "data.bad_rows", "tokenizer.path", "tokenizer.hub"),
@@ -47,7 +47,7 @@ ORIGIN = {
 
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
-    """The leaves of a nested mapping by their dotted keys."""
+    """The leaves of a nested mapping by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         nested = isinstance(value, dict) and value
@@ -56,7 +56,7 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
+    """The configuration as nested mappings, as it is written to ``config.yaml``."""
     tree = dataclasses.asdict(cfg)
     for group in OPEN_GROUPS:
         options = getattr(cfg, group)
@@ -66,9 +66,9 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 
 
 def options_class(group: str, tree: Mapping) -> type:
-    """The class of the chosen backbone or optimizer; raises ConfigError if it is not named or cannot be imported.
+    """The class of the chosen backbone or optimizer. This call may be the first to import torch.
 
-    This import may be the first of torch.
+    Raises ConfigError if the class is not named or cannot be imported.
     """
     chosen = tree.get(group)
     target = chosen.get(TARGET) if isinstance(chosen, Mapping) else None
@@ -81,13 +81,13 @@ def options_class(group: str, tree: Mapping) -> type:
         fix = "Install its package, or add the folder that holds it to PYTHONPATH"
         raise ConfigError([Problem(name, target, f"cannot be imported ({first_line(error)})", fix)]) from error
     if not (isinstance(found, type) and issubclass(found, SECTIONS[group])):
-        rule = f"is no subclass of {SECTIONS[group].__name__} of dlr_pretrain.config.tree"
+        rule = f"is not a subclass of {SECTIONS[group].__name__} of dlr_pretrain.config.tree"
         raise ConfigError([Problem(name, target, rule)])
     return found
 
 
 def all_keys(tree: Mapping) -> dict[str, Key]:
-    """Every dotted key that goes with the backbone and the optimizer of a tree."""
+    """Every key by dotted name, including those of the backbone and the optimizer of a tree."""
     keys = dict(KEYS)
     for group in OPEN_GROUPS:
         keys |= {f"{group}.{name}": found for name, found in keys_of(options_class(group, tree))}
@@ -96,10 +96,10 @@ def all_keys(tree: Mapping) -> dict[str, Key]:
 
 
 def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
-    """The ``Config`` of a composed or a written mapping; raises ConfigError with the problems of all its keys.
+    """The ``Config`` of a composed or a written mapping. Raises ConfigError with the problems of all keys.
 
-    ``typed`` are the keys of a command line, which cannot set all (None: a run wrote the mapping). A key that the
-    mapping lacks gets its default, if that is a plain value.
+    ``typed`` are the keys of a command line, which cannot set fixed keys (None: a run wrote the mapping). A missing key
+    gets its default if this is a plain value.
     """
     keys, given = all_keys(tree), flatten(tree)
     problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
@@ -107,48 +107,48 @@ def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
     for name, key in keys.items():
         value, section = given.get(name, key.default), name.partition(".")[0]
         if not _is_value(value):
-            if section in given:  # as a value, which is a problem already
+            if section in given:  # the section itself has a value, which is reported already
                 continue
             fix = f"Choose an option: {section}=<option>" if key.fixed else f"Set {name}=<value>"
             problems.append(Problem(name, MISSING, "needs a value", fix))
             continue
         try:
-            if typed is not None and _meant_null(name, value, key):  # a run that was saved may lie in ./None
+            if typed is not None and _meant_null(name, value, key):  # a recorded path may be ./None
                 raise ValueError(name)
-            values[name] = _one_spelling(name, key.read(value))
+            values[name] = _normalised(name, key.read(value))
         except (ValueError, OverflowError):
             problems.append(_refused(name, value, key))
     for name in sorted(typed or ()):
         if name in keys and keys[name].fixed:
             fix = f"Choose another option: {name.partition('.')[0]}=<option>"
-            problems.append(Problem(name, given.get(name), "belongs to an option, and cannot be set by itself", fix))
+            problems.append(Problem(name, given.get(name), "can only be set by an option", fix))
     if problems:
         raise ConfigError(problems)
     return _build(values)
 
 
 def _is_value(default: object) -> bool:
-    """Whether a default is a value, and not left to an option, to the user or to other keys."""
+    """Whether a default is a value, instead of set by an option, by the user or from other keys."""
     return default != MANDATORY and not (isinstance(default, str) and "${" in default)
 
 
 def _meant_null(name: str, value: object, key: Key) -> bool:
-    """Whether a value is text that was typed for null, of a key that takes null or is a path."""
+    """Whether a value is text that a user may have typed for null, for a key that allows null or is a path."""
     takes_null = key.kinds()[2]
-    return isinstance(value, str) and value.strip().lower() in NULLS and (takes_null or name in PATHS)
+    return isinstance(value, str) and value.strip().lower() in NULL_SPELLINGS and (takes_null or name in PATHS)
 
 
-def _one_spelling(name: str, value: Any) -> Any:
-    """A path as x for x/, x// and ./x, any other value as it is. What .. leads to depends on links, so it stays."""
+def _normalised(name: str, value: Any) -> Any:
+    """A path x for x/, x// and ./x; any other value as it is. The target of .. depends on links, so .. stays."""
     if name not in PATHS or not isinstance(value, str):
         return value
-    if "://" in value:  # where a second slash is part of a name
+    if "://" in value:  # in an address, a second slash is part of a name
         return value if value.endswith("//") else value.removesuffix("/")
     return str(Path(value))
 
 
 def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:
-    """The problem of a key that does not exist, with the nearest one that does."""
+    """The problem of a key that does not exist, with the nearest existing key."""
     if inside := [known for known in keys if known.startswith(f"{name}.")]:
         return Problem(name, value, "a section, not a value", f"Set one of its keys, such as {inside[0]}")
     section = name.partition(".")[0]
@@ -167,7 +167,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 def _refused(name: str, value: object, key: Key) -> Problem:
-    """The problem of a value that the key does not take."""
+    """The problem of a value that the key does not allow."""
     kind, words, optional = key.kinds()
     rule = f"must be {key.takes()}" + (f" ({key.doc})" if key.doc else "")
     if _meant_null(name, value, key):
@@ -180,7 +180,7 @@ def _refused(name: str, value: object, key: Key) -> Problem:
 
 
 def identity(cfg: Config) -> dict[str, object]:
-    """The dotted keys that take part in the mathematics of a run, with their values as JSON returns them."""
+    """The values, as JSON returns them, of the dotted keys that affect the mathematics of a run."""
     tree = to_dict(cfg)
     tree["data"]["streams"] = cfg.num_streams
     found = {name: value for name, value in flatten(tree).items() if not name.startswith(CHANGEABLE)}
@@ -188,46 +188,45 @@ def identity(cfg: Config) -> dict[str, object]:
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
-    """The keys in which the run of identity ``there`` differs from ``here``, with both values.
+    """The keys in which the identities of two runs differ, with both values.
 
-    Keys of ORIGIN do not count, nor those of one of the two alone. But a key of the configuration that is newer than
-    the run has its default there, unless that depends on other keys.
+    Keys of ORIGIN do not count, nor keys that only one identity has. But a key that ``there`` lacks, because it is
+    newer than that run, has its default there, unless the default depends on other keys.
     """
     defaults = {name: key.default for name, key in KEYS.items()}
     for group in OPEN_GROUPS:
         if (file := CONFIG_DIR / group / f"{here.get(f'{group}.name')}.yaml").is_file():
             defaults |= flatten({group: yaml.safe_load(file.read_text(encoding="utf-8"))})
     defaults = {name: default for name, default in defaults.items() if _is_value(default)}
-    before = {name: _one_spelling(name, value) for name, value in {**defaults, **there}.items()} if there else {}
+    before = {name: _normalised(name, value) for name, value in {**defaults, **there}.items()} if there else {}
     return {k: (before[k], here[k]) for k in here if k in before and k not in ORIGIN and before[k] != here[k]}
 
 
 def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
-    """The keys of ``differences`` as text."""
+    """The result of ``differences`` as text."""
     return between.join(
         f"{name}: {as_typed(there)} there, {as_typed(here)} here" for name, (there, here) in changed.items()
     )
 
 
 def shorter_run(cfg: Config) -> str:
-    """A line about a run beside a new one that differs from it in ``train.steps`` alone; empty if there is none."""
+    """A note on a run beside a new one that differs from it only in ``train.steps``; "" if there is none."""
     own, folder = identity(cfg), Path(str(cfg.run.dir))
     family = re.sub(rf"(?<=-s{cfg.seed})-[\w.-]+$", "", folder.name)  # the name without its keys
     for path in [] if read_record(folder) else folder.parent.glob(f"{glob.escape(family)}*"):
-        with suppress(UserError, OSError):  # a damaged record of another run, or one that is not ours to read
+        with suppress(UserError, OSError):  # the record of another run may be damaged or unreadable
             changed = differences(read_record(path).get("identity", {}), own)
             if changed.keys() == {"train.steps"}:
-                told = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with that"
-                return f"{told}, or start from it: run.start_from={path} run.start_optimizer=true"
+                note = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with that"
+                return f"{note}, or start from it: run.start_from={path} run.start_optimizer=true"
     return ""
 
 
 def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str]) -> str:
-    """A stable name: the chosen options, the seed, and a short hash of the other keys that were ``given``.
+    """A stable name from the chosen options, the seed, and a short hash of the other keys that were ``given``.
 
-    A single key stands before its hash: ``-rank64-1f0c2a9e``. The name leaves out options that are in ``defaults``,
-    except scale, backbone and dlr. Only keys that take part in the mathematics count, by their values: spelling and
-    order do not matter.
+    A single key precedes its hash: ``-rank64-1f0c2a9e``. Options in ``defaults`` are left out, except scale, backbone
+    and dlr. Only the values of keys that affect the mathematics count, not their spelling or order.
     """
     own = {group: PurePath(option).name for group, option in choices.items() if option}  # options may lie in folders
     parts = [own["scale"], own["backbone"], f"dlr_{own['dlr']}"]
@@ -245,10 +244,10 @@ def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str
 
 
 def read_config(run_dir: Path) -> dict:
-    """The tree that ``run_dir/config.yaml`` holds; raises UserError if it is missing or damaged."""
+    """The mapping in ``run_dir/config.yaml``. Raises UserError if the file is missing or damaged."""
     path = run_dir / "config.yaml"
     if not path.exists():
-        raise UserError(f"{path} is missing: {run_dir} is no run directory")
+        raise UserError(f"{path} is missing: {run_dir} is not a run directory")
     try:
         return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
@@ -256,9 +255,9 @@ def read_config(run_dir: Path) -> dict:
 
 
 def read_record(run_dir: Path) -> dict:
-    """``run_dir/manifest.json``: identity, state, starts, saved (the last step), started_from, micro_batch.
+    """The content of ``run_dir/manifest.json``, see RECORD; empty if the file is missing.
 
-    Empty if there is no such file; raises UserError if it is damaged.
+    Raises UserError if the file is damaged.
     """
     path = run_dir / MANIFEST
     try:

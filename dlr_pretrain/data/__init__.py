@@ -1,4 +1,4 @@
-"""Turns a source of text into the batches of a training step."""
+"""Turns a source of text into the batches of training steps."""
 
 from dlr_pretrain.data.loader import Batch, TrainLoader, ValidationSet, validation_set
 from dlr_pretrain.data.packing import inputs_and_targets

@@ -1,4 +1,4 @@
-"""How much text files hold, by their first bytes: the streams share text out before anybody has read it."""
+"""Estimates how much text files hold from their first bytes: the streams divide text before anybody has read it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ import numpy as np
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import columns, formats
 from dlr_pretrain.data.files import File, open_file
-from dlr_pretrain.data.rows import Row, rows_of, rows_of_head
+from dlr_pretrain.data.rows import Row, read_head_rows, read_rows
 from dlr_pretrain.util.errors import UserError
 
-HEAD_BYTES = 1 << 19  # that are read of a file, or more, up to the end of a document
-MOST_BYTES = 8 << 20
+HEAD_BYTES = 1 << 19  # read of each file, or more up to the end of a document
+MAX_HEAD_BYTES = 8 << 20
 PART_BYTES = 1 << 16  # of text, read at once
 HEAD_ROWS = 256  # of a parquet or arrow file
-MEASURED, SAMPLED = 64, 8  # so many files are all measured, and of more so many of each suffix
+MAX_MEASURED = 64  # files up to which all are measured; of more files, SAMPLED of each suffix
+SAMPLED = 8
 THREADS = 8
-UNLIKE = 0.25  # by less, the head of a file may differ by chance from those of the others
+TOLERANCE = 0.25  # by which the head of a file may differ by chance from those of other files
 
 
-def sizes(files: Sequence[File], data: Data) -> tuple[list[int], list[int]]:
+def estimate_sizes(files: Sequence[File], data: Data) -> tuple[list[int], list[int]]:
     """The numbers of characters and of documents of each file, at least 1.
 
-    A file counts by its bytes, at the usual rate of its suffix, unless it is small or its head is unlike the others'.
+    They are a file's bytes times the average rate of its suffix, unless the file is small or its head differs much.
     """
     groups: dict[str, list[File]] = defaultdict(list)
     for file in files:
         groups[formats.suffix_of(file.name)].append(file)
-    step = {suffix: 1 if len(files) <= MEASURED else -(-len(group) // SAMPLED) for suffix, group in groups.items()}
-    some = [file for suffix, group in groups.items() for file in group[:: step[suffix]]]
+    step = {suffix: 1 if len(files) <= MAX_MEASURED else -(-len(group) // SAMPLED) for suffix, group in groups.items()}
+    sample = [file for suffix, group in groups.items() for file in group[:: step[suffix]]]
     with ThreadPoolExecutor(THREADS) as pool:
-        measured = dict(zip(some, pool.map(lambda file: extent(file, data), some), strict=True))
+        measured = dict(zip(sample, pool.map(lambda file: estimate_size(file, data), sample), strict=True))
     known = {file: own for file, own in measured.items() if own and file.size}
     rates = {suffix: _rate({file: known[file] for file in group if file in known} or known)
              for suffix, group in groups.items()}  # fmt: skip
@@ -48,7 +49,7 @@ def sizes(files: Sequence[File], data: Data) -> tuple[list[int], list[int]]:
         size = file.size or 0
         expected = rates[formats.suffix_of(file.name)] * size
         own = np.array(measured.get(file) or expected)
-        by_chance = (np.abs(own - expected) <= UNLIKE * expected) & (size > HEAD_BYTES)
+        by_chance = (np.abs(own - expected) <= TOLERANCE * expected) & (size > HEAD_BYTES)
         found.append(np.where(by_chance, expected, own))
     characters, documents = np.round(found).clip(1).astype(np.int64).T.tolist()
     return characters, documents
@@ -60,38 +61,37 @@ def _rate(known: dict[File, tuple[float, float]]) -> np.ndarray:
     return total / max(1, sum(file.size or 0 for file in known))
 
 
-def extent(file: File, data: Data) -> tuple[float, float] | None:
-    """The numbers of characters and of documents in a file: estimates, exact where the file is small. None if its head
-    says nothing.
+def estimate_size(file: File, data: Data) -> tuple[float, float] | None:
+    """The estimated numbers of characters and documents in a file; None if its head has no text.
 
-    Rows without a text do not count. A remote file is not fetched to a cache for this.
+    They are exact for a small file. Rows without text do not count. A remote file is not copied to the cache for this.
     """
     with open_file(file) as stream:
         kind, compression = formats.sniff(file, stream, data)
         if kind in formats.TABLES.values():
-            count = columns.row_count(kind, stream)
-            lengths = _lengths(islice(rows_of(file, replace(data, cache=None)), HEAD_ROWS))
+            count = columns.count_rows(kind, stream)
+            lengths = _lengths(islice(read_rows(file, replace(data, cache=None)), HEAD_ROWS))
             return count * sum(lengths) / max(1, len(lengths)), float(count)
         rowwise = kind in ("lines", "paragraphs")
         text, share = _head(stream, compression, rowwise)
     end = len(text) if share == 1 else text.rfind(b"\n") + 1  # the last row may be cut off
     if not rowwise or (end == 0 and text):  # one document, or one that is longer than what is read
         return len(text.decode("utf-8", "replace")) / share, 1.0 if not rowwise else 1 / share
-    lengths = _lengths(rows_of_head(file, kind, text[:end], data))
-    blank = end - len(text[:end].lstrip())  # at the start, of which the rest has no share
+    lengths = _lengths(read_head_rows(file, kind, text[:end], data))
+    blank = end - len(text[:end].lstrip())  # blank text at the start says nothing about the rest
     scale = (len(text) / share - blank) / max(1, end - blank)
     return (sum(lengths) * scale, len(lengths) * scale) if sum(lengths) else None
 
 
 def _head(stream: BinaryIO, compression: str, rowwise: bool) -> tuple[bytes, float]:
-    """The first text of a file that is open at its start, and the share of the file that it makes: 1 if it is all.
+    """The first text of a stream, and the share of the file that it makes up: 1 for the whole file.
 
-    A decompressor has given all that it can of the bytes before when it reads more, so there the two are compared.
+    A decompressor reads more bytes only after it has returned all text of the bytes before, so the two match there.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     opened, text, known = formats.decompressed(stream, compression), bytearray(), (0, 0)
-    with suppress(*formats.DAMAGED):  # whoever reads the file says where
+    with suppress(*formats.DAMAGED):  # whoever reads the file reports where
         while True:
             before = stream.tell()
             part = opened.read(PART_BYTES)
@@ -101,15 +101,15 @@ def _head(stream: BinaryIO, compression: str, rowwise: bool) -> tuple[bytes, flo
                 known = before, len(text)
             text += part
             full = not rowwise or b"\n" in text[: known[1]].lstrip()
-            if known[1] and known[0] >= (HEAD_BYTES if full else MOST_BYTES):
+            if known[1] and known[0] >= (HEAD_BYTES if full else MAX_HEAD_BYTES):
                 break
     return bytes(text[: known[1]]), min(1.0, max(known[0], 1) / max(size, 1))
 
 
-def _lengths(found: Iterable[Row]) -> list[int]:
-    """The characters of each row that has a text."""
+def _lengths(rows: Iterable[Row]) -> list[int]:
+    """The number of characters of each row that has text."""
     lengths = []
-    for row in found:
+    for row in rows:
         with suppress(UserError):
             lengths.append(len(row.text()))
     return lengths

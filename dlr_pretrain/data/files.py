@@ -1,7 +1,7 @@
-"""Where shards lie: on this machine, on the hub, or at any address that fsspec opens; and how their bytes arrive.
+"""Finds and opens shards: on this machine, on the hub, or at any address that fsspec opens.
 
-Local files are opened as they are. Of a remote file, ``Retrying`` reads a range of bytes at a time through fsspec and,
-when a request fails, asks again for what is missing. So a row is never read twice or left out.
+Local files are opened directly. ``RemoteFile`` reads a remote file through fsspec, one range of bytes at a time, and
+repeats a failed request for the missing range. So no row is read twice or left out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fsspec.spec import AbstractBufferedFile
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_stderr
 
-RANGE_BYTES = 4 << 20  # of one request; each stream holds one such range in memory
+RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
-PATIENCE_SECONDS = 480.0  # without any progress; less than run.timeout_minutes by default, so that this ends first
-FIRST_TOLD_SECONDS, TOLD_SECONDS = 10.0, 60.0  # without an answer
+RETRY_SECONDS = 480.0  # without progress; shorter than the default of run.timeout_minutes, to end first
+FIRST_NOTE_SECONDS, NOTE_SECONDS = 10.0, 60.0  # without an answer, until the first and each further note
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
-FINAL = (401, 404, 410, 451)  # HTTP: another try would get the same answer
+FINAL_STATUSES = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
-OLD_SECONDS = 86_400.0  # after which nobody writes a draft any more
+DRAFT_EXPIRY_SECONDS = 86_400.0  # an older draft is left over from a process that was killed
 HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*|$)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
@@ -53,19 +53,19 @@ _jitter = random.Random()  # separate: a wait must not advance a random state th
 
 @dataclass(frozen=True)
 class File:
-    """A file of a source. A copy of it elsewhere has the same ``name`` and ``size``."""
+    """A file of a source. A copy elsewhere has the same ``name`` and ``size``."""
 
-    name: str  # below the root of the source
+    name: str  # relative to the root of the source
     address: str  # a local path, or an address for fsspec
-    size: int | None  # in bytes; None if the server does not say
-    changed: str = field(default="", compare=False)  # what a server says of a version of it, such as its time
+    size: int | None  # in bytes; None if the server does not report it
+    changed: str = field(default="", compare=False)  # what the server reports about this version, such as its time
 
     @property
     def is_local(self) -> bool:
         return "://" not in self.address
 
     def state(self) -> list:
-        """What is another where the file, or what lies at its address, is another."""
+        """Values that differ once the file is replaced or edited."""
         if not self.is_local:
             return [self.address, self.changed]
         path, found = os.path.realpath(self.address), os.stat(self.address)
@@ -73,19 +73,19 @@ class File:
 
     @cached_property
     def identity(self) -> str:
-        """What all names of this file share: where links to it end, or its address on the hub without a commit."""
+        """The same for all names of a file: its path without links, or its address on the hub without the commit."""
         if match := HUB_FILE.fullmatch(self.address):
             return match[1] + match[3]
         path = self.address.removeprefix("file://")
         return self.address if "://" in path else os.path.realpath(path)
 
 
-def find(root: str, pattern: str) -> list[File]:
-    """The files that match a glob below ``root`` (or absolute, or an address), sorted by name; [] if there are none."""
+def find_files(root: str, pattern: str) -> list[File]:
+    """The files that match a glob, sorted by name. The glob is relative to ``root``, absolute, or an address."""
     whole = pattern if "://" in pattern or os.path.isabs(pattern) else os.path.join(root, pattern)
     if "://" in whole:
         return _find_remote(root, whole)
-    # Not by fsspec, which takes no links and patterns in the names of folders.
+    # fsspec's local glob supports neither links nor patterns in folder names.
     if glob.has_magic(os.path.basename(whole)):
         for folder in filter(os.path.isdir, glob.glob(os.path.dirname(whole), recursive=True)):
             try:
@@ -95,14 +95,14 @@ def find(root: str, pattern: str) -> list[File]:
     return _find_local(root, glob.glob(pattern, root_dir=root or None, recursive=True))
 
 
-def below(root: str) -> list[File]:
+def files_below(root: str) -> list[File]:
     """All files below ``root`` that are not hidden, sorted by name."""
     found = _find_remote(root, os.path.join(root, "**/*")) if "://" in root else _find_local(root, _walk(root))
     return [file for file in found if not HIDDEN.search(file.name)]
 
 
 def refuse_snapshots(files: list[File]) -> None:
-    """Raise UserError if files are of several snapshots of a dataset in the hub's cache."""
+    """Raise UserError if the files belong to several snapshots of a dataset in the hub's cache."""
     found: dict[str, set[str]] = {}
     for match in filter(None, (SNAPSHOT.fullmatch(file.address) for file in files)):
         found.setdefault(match[1], set()).add(match[2])
@@ -113,14 +113,14 @@ def refuse_snapshots(files: list[File]) -> None:
 
 
 def _refuse_folder(error: OSError) -> NoReturn:
-    """Raise UserError: a glob and a walk say nothing of a folder that they cannot list, and its files are missing."""
+    """Raise UserError: a glob or walk would silently skip the files of a folder that cannot be listed."""
     fix = "Make it readable, or name the files by data.train_files"
     raise UserError(f"{error.filename}: cannot be listed, and may hold text: {error.strerror}. {fix}") from error
 
 
 def _walk(root: str) -> Iterator[str]:
-    """The names of all files below a folder. A link to a folder that it lies in is not followed, unlike by a glob."""
-    within = {root: {os.path.realpath(root)}}  # folders, with all that they lie in
+    """Yields the names of all files below a folder. Unlike a glob, it does not follow a link to a parent folder."""
+    within = {root: {os.path.realpath(root)}}  # each folder, with itself and its parents
     for folder, folders, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
         above = within.pop(folder)
         inside = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
@@ -130,7 +130,7 @@ def _walk(root: str) -> Iterator[str]:
 
 
 def _find_local(root: str, names: Iterable[str]) -> list[File]:
-    paths = {name: os.path.join(root, name) for name in sorted(set(names))}  # several ** find files twice
+    paths = {name: os.path.join(root, name) for name in sorted(set(names))}  # a glob with several ** finds files twice
     return [
         File(name, path, os.path.getsize(path) if os.path.exists(path) else None)  # None: a link to nowhere
         for name, path in paths.items()
@@ -171,12 +171,12 @@ def _file_system(address: str) -> tuple[Any, str]:
         raise UserError(f"{address}: {rule}: {first_line(error)}") from error
 
 
-def at_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None]:
-    """``data`` with its addresses on the hub at fixed commits, and the commit that a run keeps; None without addresses.
+def pin_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None]:
+    """``data`` with its hub addresses at fixed commits, and the commit that a run records; None without such addresses.
 
-    It is that of the training files' repository; of the validation files', if these alone are on the hub. Without
-    ``commit`` the hub is asked for that of ``data.revision``, or for the newest. Raises UserError if an address in
-    another repository, or at another revision, names no commit.
+    The commit is that of the training files' repository, or of the validation files' if only these are on the hub.
+    Without ``commit``, the hub is asked for that of ``data.revision``, or for the newest. Raises UserError if an
+    address in another repository, or at another revision, names no commit.
     """
     keys = ("train_files", "root", "validation_files")
     addresses = {key: match for key in keys if (match := HUB_FILE.fullmatch(getattr(data, key) or ""))}
@@ -199,7 +199,7 @@ def at_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None]
 
 
 def _commit(repository: str, revision: str | None) -> str | None:
-    """The commit of a revision (default: the newest) on the hub."""
+    """The commit on the hub of a revision (default: the newest commit)."""
     from huggingface_hub import HfApi
 
     name, seconds = repository.removeprefix("hf://datasets/"), FIRST_CONTACT_SECONDS
@@ -208,50 +208,50 @@ def _commit(repository: str, revision: str | None) -> str | None:
 
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
-    """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
+    """The hub's answer to ``ask``. Raises UserError if there is none within seconds. A busy hub is asked again."""
     try:
-        # a look-up of a name has no time-out, and no process waits for this pool's threads
-        with _told_of_silence(name), ThreadPool(1) as pool:
-            return _ask_again(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, patience=0.0)
+        # A DNS look-up has no time-out, and a process does not wait for this pool's threads when it ends.
+        with _noting_silence(name), ThreadPool(1) as pool:
+            return _retried(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, seconds=0.0)
     except Exception as error:  # the types differ between versions of the client
         rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
         raise UserError(f"{name}: {rule}. {fix}") from error
 
 
 def retry(ask: Callable[[], T], name: str) -> T:
-    """The answer of ``ask``, as ``_ask_again`` gets it; a UserError that names the address, if there is none."""
+    """The answer of ``ask``, with retries. Raises UserError, which names the address, if it fails for good."""
     try:
-        with _told_of_silence(name):
-            return _ask_again(ask, name, PATIENCE_SECONDS)
+        with _noting_silence(name):
+            return _retried(ask, name, RETRY_SECONDS)
     except UserError:
         raise
-    except Exception as error:  # those of sockets are OSErrors, and no fault of a disk
+    except Exception as error:  # socket errors are OSErrors as well, but do not concern a disk
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 
 
 @contextmanager
-def _told_of_silence(name: str) -> Iterator[None]:
-    """Within this context, a line to stderr says at intervals that ``name`` has not answered yet."""
+def _noting_silence(name: str) -> Iterator[None]:
+    """Within this context, write a line to stderr at intervals while ``name`` has not answered."""
     answered, since = threading.Event(), time.monotonic()
 
-    def tell() -> None:
-        wait = FIRST_TOLD_SECONDS
+    def write_notes() -> None:
+        wait = FIRST_NOTE_SECONDS
         while not answered.wait(wait):
             write_to_stderr(f"note: waiting for {name} for {time.monotonic() - since:.0f} s")
-            wait = TOLD_SECONDS
+            wait = NOTE_SECONDS
 
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=write_notes, daemon=True).start()
     try:
         yield
     finally:
         answered.set()
 
 
-def _ask_again(ask: Callable[[], T], name: str, patience: float) -> T:
-    """The answer of ``ask``, which is asked again after errors that may pass, for ``patience`` seconds.
+def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:
+    """The answer of ``ask``, which is repeated after temporary errors, for ``seconds``.
 
-    A server that answers, if only that it is busy, is always asked again: many jobs may start together.
+    A server that answers with an error is retried for RETRY_SECONDS: many jobs may start together and keep it busy.
     """
     since, wait = time.monotonic(), FIRST_WAIT_SECONDS
     while True:
@@ -262,23 +262,23 @@ def _ask_again(ask: Callable[[], T], name: str, patience: float) -> T:
         except Exception as error:  # the types differ between file systems
             answer = getattr(error, "response", error)
             status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
-            allowed = patience if status is None else PATIENCE_SECONDS
-            final = status in FINAL or type(error).__name__ in FINAL_ERRORS
+            allowed = seconds if status is None else RETRY_SECONDS
+            final = status in FINAL_STATUSES or type(error).__name__ in FINAL_ERRORS
             if final or time.monotonic() - since >= allowed:
                 raise
             asked = str((getattr(answer, "headers", None) or {}).get("Retry-After", ""))
             pause = max(wait * _jitter.uniform(0.5, 1.5), float(asked) if asked.isdigit() else 0.0)
-            log.info("%s: %s; asking again in %.1f s", name, first_line(error), pause)
+            log.info("%s: %s; retrying in %.1f s", name, first_line(error), pause)
             time.sleep(pause)
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
 
-class Retrying(AbstractBufferedFile):
-    """The bytes of a remote file. A range that a failed request leaves out is asked for again."""
+class RemoteFile(AbstractBufferedFile):
+    """A remote file. The range of a failed request is requested again."""
 
     def __init__(self, file: File):
         self._address = file.address
-        self._stream: Any = None  # None until it is needed, and after an error
+        self._stream: Any = None  # until the first request, and after an error
         super().__init__(*_file_system(file.address), "rb", RANGE_BYTES, cache_type="none", size=file.size)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
@@ -301,25 +301,25 @@ class Retrying(AbstractBufferedFile):
 
 
 def open_file(file: File, cache: str | None = None) -> BinaryIO:
-    """The bytes of a file. If ``cache`` names a folder, a remote file is fetched into it once, and read from there."""
+    """Open a file for reading bytes. With a folder ``cache``, a remote file is fetched once and read from there."""
     if file.is_local:
         try:
             return open(file.address, "rb")
         except OSError as error:
-            fix = "Was it moved? Check data.root and the globs of data"
+            fix = "Was it moved? Check data.root, data.train_files and data.validation_files"
             nowhere = os.path.islink(file.address) and not os.path.exists(file.address)
             link = f": it is a link to nowhere, {os.readlink(file.address)}" if nowhere else ""
             raise UserError(f"{file.address}: {error.strerror}{link}. {fix}") from error
     if cache is not None:
         return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     if file.size is not None:
-        return io.BufferedReader(Retrying(file), RANGE_BYTES)
-    system, path = _file_system(file.address)  # a server that names no length sends no ranges
+        return io.BufferedReader(RemoteFile(file), RANGE_BYTES)
+    system, path = _file_system(file.address)  # a server that does not report the size does not send ranges
     return io.BytesIO(retry(lambda: system.cat_file(path), file.address))
 
 
 def user_cache() -> Path:
-    """The folder of this project in the user's cache, or in that of temporary files if there is no home to write to."""
+    """This project's folder in the user's cache, or among temporary files if the home cannot be written to."""
     with suppress(OSError, RuntimeError):
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain")
         folder.mkdir(parents=True, exist_ok=True)
@@ -329,25 +329,25 @@ def user_cache() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        rule = "is a link, or others may write to it: what lies there may be planted"
+        rule = "is a link, or other users may write to it, so its content may be planted"
         raise UserError(f"{folder}: {rule}. Remove it, or set XDG_CACHE_HOME to a folder of your own")
     return folder
 
 
-def kept_beside(file: File, cache: str | None) -> Path:
-    """Where what is known of a file's inside is kept: below ``cache``, or the user's cache."""
+def index_path(file: File, cache: str | None) -> Path:
+    """The path of the index of a gzip file (see ``gunzip``), below ``cache`` or the user's cache."""
     changed = os.stat(file.address).st_mtime_ns if file.is_local else None
     name = hashlib.sha256(repr((file.address, file.size, changed)).encode()).hexdigest()[:24]
     return (Path(cache) if cache else user_cache()) / "places" / f"{name}.npz"
 
 
 @contextmanager
-def made_whole(folder: Path) -> Iterator[Path]:
-    """A new folder that other processes see as ``folder`` when it is complete. The first of them makes it."""
+def created_atomically(folder: Path) -> Iterator[Path]:
+    """A draft of a new folder, which becomes ``folder`` once it is complete, unless another process was faster."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(".draft-*"):  # of processes that were killed
+    for old in folder.parent.glob(".draft-*"):
         with suppress(OSError):
-            if time.time() - old.stat().st_mtime > OLD_SECONDS:
+            if time.time() - old.stat().st_mtime > DRAFT_EXPIRY_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as drafts:
         (draft := Path(drafts, folder.name)).mkdir()
@@ -357,10 +357,10 @@ def made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _cached(file: File, path: Path) -> BinaryIO:
-    """The file at ``path``, where it is fetched to. Other processes see it whole, unlike with fsspec's caches."""
+    """The copy of a file at ``path``, fetched if missing. Unlike in fsspec's caches, other processes see it whole."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it, too
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it as well
         try:
             with naming(path), draft.open("wb") as target, open_file(file) as source:
                 shutil.copyfileobj(source, target, RANGE_BYTES)

@@ -1,7 +1,6 @@
-"""What a file is: JSON lines, text, parquet or arrow, plain or compressed, or none of these.
+"""The format of a file: JSON lines, text, parquet or arrow, plain or compressed.
 
-The first bytes of a file are looked at before it is read, because downloads and editors leave much behind that has the
-right name.
+The first bytes are checked before a file is read, because downloads and editors leave other files under valid names.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data.files import File
 from dlr_pretrain.util.errors import UserError, file_error, first_line
 
-HEAD_BYTES = 512  # that are looked at
+HEAD_BYTES = 512  # that are checked
 BOM = b"\xef\xbb\xbf"
-SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which zstd files may begin
+SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which a zstd file may begin
 COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"} | SKIPPABLE
 TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "text", ".parquet": "parquet",
            ".arrow": "arrow"}  # fmt: skip
-PACKED = tuple(dict.fromkeys(COMPRESSED.values()))
-SUFFIXES = {name + packed: kind for packed in ("", *PACKED) for name, kind in FORMATS.items()}
+COMPRESSIONS = tuple(dict.fromkeys(COMPRESSED.values()))
+SUFFIXES = {name + packed: kind for packed in ("", *COMPRESSIONS) for name, kind in FORMATS.items()}
 FETCH = "Fetch this shard again"
-OTHER_FORMATS = [  # how a file begins, what it is, and the fix
+UNSUPPORTED = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
     ((b"%PDF",), "a PDF document", "Convert it to text"),
     ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
     ((b"<!doctype", b"<html"), "an HTML page, perhaps an error of the server", FETCH),
     ((b"<?xml",), "XML, perhaps an error of the server", FETCH),
 ]
-NOT_LINES = [
+NOT_JSON_LINES = [
     ((b"[",), "a JSON array, and a shard holds one JSON object a line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
     ((b"{\n", b"{\r"), "one JSON object over several lines, not one a line", "Convert it: jq -c . FILE > FILE.jsonl"),
 ]
@@ -43,28 +42,28 @@ DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError) 
 
 
 def unreadable(file: File, error: Exception, where: str = "") -> UserError:
-    """One of ``DAMAGED`` as an error that names the file: the disk has failed, or else the content is damaged."""
+    """Turns one of ``DAMAGED`` into an error that names the file: the disk failed, or else the content is damaged."""
     if isinstance(error, OSError) and error.errno:
         return file_error(OSError(error.errno, f"cannot be read{where}: {os.strerror(error.errno)}", file.address))
     return UserError(f"{file.address}: damaged or cut off{where} ({first_line(error)}). {FETCH}")
 
 
 def suffix_of(name: str) -> str:
-    """The suffix of a file's name that says its format and compression, such as .jsonl.gz; empty if it has none."""
+    """The suffix of a file name for its format and compression, such as .jsonl.gz; "" if the format is unknown."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 def kind_of(name: str) -> str:
-    """lines, text, parquet or arrow, by the name of a file; empty if it is none of these."""
+    """The format by file name: lines, text, parquet or arrow; "" if it is unknown."""
     return SUFFIXES.get(suffix_of(name), "")
 
 
 def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[str, str]:
-    """The kind of a file and the suffix of its compression, or "". The kind is lines, text (one document), paragraphs,
-    parquet, arrow, or empty.
+    """The kind of a file, and the suffix of its compression or "".
 
-    Its first bytes, not its name, say how it is compressed: downloads may change either. The file is open at its start,
-    where it is left. Raises UserError if it cannot be read.
+    The kind is lines, text (one document), paragraphs, parquet, arrow or empty. The first bytes decide the compression,
+    not the name, because downloads may change either. The stream is at its start, and is left there. Raises UserError
+    if the file cannot be read.
     """
     head = _first_bytes(file, stream)
     compression = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
@@ -78,18 +77,19 @@ def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[str, str]:
         rule = f"its name ends with none of {', '.join(FORMATS)}"
         raise UserError(f"{file.address}: {rule}. Rename it, or leave it out")
     if kind == "lines":
-        _refuse(file, head, NOT_LINES)
-    if kind in TABLES.values():
-        wrong = "" if table else f"is no {kind} file"
-    else:
-        wrong = f"is no UTF-8 text: it begins with {head[:8]!r}" if b"\0" in head else ""
+        _refuse(file, head, NOT_JSON_LINES)
+    wrong = ""
+    if kind in TABLES.values() and not table:
+        wrong = f"is not in {kind} format"
+    elif not table and b"\0" in head:
+        wrong = f"is not UTF-8 text: it begins with {head[:8]!r}"
     if wrong:
         raise UserError(f"{file.address}: {wrong}. Convert it, {FETCH.lower()}, or leave it out")
     return "paragraphs" if kind == "text" and data.document == "paragraph" else kind, compression
 
 
 def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
-    """The first bytes of the content. Raises UserError if they are those of something else than a shard."""
+    """The first bytes of the content. Raises UserError if they are those of an unsupported format."""
     begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads
     try:
         head = decompressed(begin, compression).read(HEAD_BYTES)
@@ -97,20 +97,19 @@ def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
         raise unreadable(file, error) from error
     finally:
         stream.seek(0)
-    _refuse(file, head, OTHER_FORMATS)
+    _refuse(file, head, UNSUPPORTED)
     return head
 
 
-def _refuse(file: File, head: bytes, strangers: list[tuple[tuple[bytes, ...], str, str]]) -> None:
-    """Raise UserError if a file begins as one of ``strangers``."""
+def _refuse(file: File, head: bytes, formats: list[tuple[tuple[bytes, ...], str, str]]) -> None:
+    """Raise UserError if a file begins as one of ``formats``."""
     text = head.removeprefix(BOM).lstrip().lower()
-    for begins, what, fix in strangers:
+    for begins, what, fix in formats:
         if head.startswith(begins) or text.startswith(begins):
             raise UserError(f"{file.address}: is {what}. {fix}")
 
 
 def decompressed(stream: BinaryIO, compression: str) -> Any:
-    """The stream of decompressed bytes."""
     if compression == ".zst":
         import pyarrow
 

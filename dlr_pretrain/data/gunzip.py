@@ -1,8 +1,9 @@
-"""The lines of a gzip file, from near any line on.
+"""The lines of a gzip file, starting near any line.
 
-A block of DEFLATE refers to the 32 KB of text before it, and may begin at any bit. While a file is read, a block that
-begins at a byte is looked for after every ``SPACING`` bytes of text. Such places, with the text before them, are kept
-in another file, and a resume reads on from there. (``indexed_gzip`` decompresses a file once more to find places.)
+A DEFLATE block refers to a window of the 32 KB of text before it, and may begin at any bit. While a file is read, a
+block that begins at a byte is searched for after every ``SPACING`` bytes of text. Such access points, each with its
+window, are stored in an index file, and a resume starts from the nearest one. (``indexed_gzip`` would decompress the
+file an extra time to find them.)
 """
 
 from __future__ import annotations
@@ -18,92 +19,93 @@ import numpy as np
 from dlr_pretrain.util.files import write_durably
 
 CHUNK_BYTES = 1 << 16  # compressed bytes that are decompressed at once
-SPACING = 32 << 20  # bytes of text between two places
+SPACING = 32 << 20  # bytes of text between two access points
 WINDOW = 1 << 15  # bytes of text that a block may refer to
-NOTHING = bytes(WINDOW)
-CERTAIN = 1024  # bytes of text that no false beginning of a block gives by chance
-PLACE = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before; text
-WHOLE, BLOCKS = 31, -15  # zlib's wbits: a gzip file, or blocks without its header and checksum
-MOST_BYTES = 1 << 28  # of a line
-LONG = f"a line of more than {MOST_BYTES >> 20:,} MB would fill the memory"
+MIN_BLOCK_TEXT = 1024  # bytes of text that a false block beginning does not yield by chance
+POINT = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before it
+GZIP_FILE, RAW_BLOCKS = 31, -15  # zlib's wbits: with or without gzip's header and checksum
+MAX_LINE_BYTES = 1 << 28
+LINE_TOO_LONG = f"a line of more than {MAX_LINE_BYTES >> 20:,} MB would fill the memory"
 
 
-def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
-    """The lines of a gzip file from ``start`` on, without their ends. Places are read from the file ``kept`` and added.
+def lines(stream: BinaryIO, index: Path, start: int) -> Iterator[bytes]:
+    """Yields the lines of a gzip file from ``start`` on, without line ends, and adds access points to ``index``.
 
-    Text after a place is not held against the file's checksum.
+    Text after an access point is not checked against the file's checksum.
     """
-    places = _load(kept)
-    usable = places[places["line"] < start]  # each begins in a line, whose rest is passed over
+    points = _load_points(index)
+    usable = points[points["line"] < start]  # a point lies inside a line, whose remainder is discarded
     line, begin, window = usable[-1].item() if len(usable) else (0, 0, b"")
-    del places, usable  # a megabyte, in each stream
-    parts, since = [b""], 0  # of the line that has not ended
-    for offset, chunk, text in _inflated(stream, begin, window):
+    del points, usable  # a megabyte in each stream
+    unfinished, since = [b""], 0  # parts of a line that has not ended; bytes of text since the last point
+    for offset, chunk, text in _inflate(stream, begin, window):
         first, *more = text.split(b"\n")
-        parts.append(first)
-        if sum(map(len, parts)) >= MOST_BYTES:
-            raise ValueError(LONG)
-        whole = [b"".join(parts), *more[:-1]] if more else []
-        parts = more[-1:] or parts
+        unfinished.append(first)
+        if sum(map(len, unfinished)) >= MAX_LINE_BYTES:
+            raise ValueError(LINE_TOO_LONG)
+        whole = [b"".join(unfinished), *more[:-1]] if more else []
+        unfinished = more[-1:] or unfinished
         yield from whole[max(0, start - line) :]
         line, since, known = line + len(whole), since + len(text), window + text
         window = known[-WINDOW:]
-        if since >= SPACING and len(chunk) == CHUNK_BYTES and (block := _block(chunk, known)):
+        if since >= SPACING and len(chunk) == CHUNK_BYTES and (block := _find_block(chunk, known)):
             at, since = block
             before, after = known[:-since], known[-since:]
-            _keep(kept, line - after.count(b"\n"), offset + at, before[-WINDOW:])
+            _add_point(index, line - after.count(b"\n"), offset + at, before[-WINDOW:])
         elif since >= 2 * SPACING:
-            since = 0  # a file without such blocks
-    if (rest := b"".join(parts)) and line >= start:
+            since = 0  # this file may have no such blocks
+    if (rest := b"".join(unfinished)) and line >= start:
         yield rest
 
 
-def _inflated(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """A file's text from a place on, in parts: the offset of each, its bytes in the file, and their text."""
+def _inflate(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yields the file from an access point on, chunk by chunk: its offset, its compressed bytes, and their text."""
     stream.seek(offset)
-    inflate = zlib.decompressobj(BLOCKS, window) if window else zlib.decompressobj(WHOLE)
+    inflate = zlib.decompressobj(RAW_BLOCKS, window) if window else zlib.decompressobj(GZIP_FILE)
     ended, trailer = False, 8 if window else 0
     while chunk := stream.read(CHUNK_BYTES):
         if ended and not chunk.strip(b"\0"):  # gzip allows zeros at the end
             continue
         yield offset, chunk, inflate.decompress(chunk)
         offset += len(chunk)
-        if ended := inflate.eof:  # perhaps another file follows
+        if ended := inflate.eof:  # another gzip member may follow
             offset += trailer - len(inflate.unused_data)
             stream.seek(offset)
-            inflate, trailer = zlib.decompressobj(WHOLE), 0
+            inflate, trailer = zlib.decompressobj(GZIP_FILE), 0
     if not ended:
         raise EOFError("Compressed file ended before the end-of-stream marker was reached")
 
 
-def _block(chunk: bytes, known: bytes) -> tuple[int, int] | None:
-    """The first byte of a chunk at which a block begins, and the number of the chunk's bytes of text from there on.
+def _find_block(chunk: bytes, known: bytes) -> tuple[int, int] | None:
+    """The first byte of a chunk at which a block begins, and the length of the chunk's text from there on.
 
-    ``known`` is the text up to the chunk's end. What looks like the header of a block is one if the chunk decompresses
-    from there on to the end of this.
+    ``known`` is the text up to the chunk's end. A byte that looks like a block header is one if decompression from
+    there yields the end of ``known``.
     """
     view = memoryview(chunk)
-    for at in (at for at, byte in enumerate(chunk) if byte & 7 == 4):  # codes of its own, and not the last block
+    for at in (at for at, byte in enumerate(chunk) if byte & 7 == 4):  # dynamic Huffman codes, not the last block
         with suppress(zlib.error):
-            length = len(zlib.decompressobj(BLOCKS, NOTHING).decompress(view[at:]))
+            length = len(zlib.decompressobj(RAW_BLOCKS, bytes(WINDOW)).decompress(view[at:]))
+            if length < MIN_BLOCK_TEXT:
+                continue
             window = known[: len(known) - length][-WINDOW:]
-            if length >= CERTAIN and zlib.decompressobj(BLOCKS, window).decompress(view[at:]) == known[-length:]:
+            if zlib.decompressobj(RAW_BLOCKS, window).decompress(view[at:]) == known[-length:]:
                 return at, length
     return None
 
 
-def _load(kept: Path) -> np.ndarray:
-    """The places in a file, by their offsets; none if it is not there, or damaged."""
+def _load_points(index: Path) -> np.ndarray:
+    """The access points of an index file, sorted by offset; none if the file is missing or damaged."""
     with suppress(OSError, ValueError, zlib.error):
-        return np.frombuffer(zlib.decompress(kept.read_bytes()), PLACE)
-    return np.empty(0, PLACE)
+        return np.frombuffer(zlib.decompress(index.read_bytes()), POINT)
+    return np.empty(0, POINT)
 
 
-def _keep(kept: Path, line: int, offset: int, window: bytes) -> None:
-    """Add a place to a file, unless that has later ones."""
-    places = _load(kept)
-    if not len(places) or places["offset"][-1] < offset:
-        place = np.array([(line, offset, window.rjust(WINDOW, b"\0"))], PLACE)
-        with suppress(OSError):  # then a later resume takes longer
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(kept, zlib.compress(np.concatenate((places, place)).tobytes()))
+def _add_point(index: Path, line: int, offset: int, window: bytes) -> None:
+    """Add an access point to an index file, unless the file has later ones."""
+    points = _load_points(index)
+    if not len(points) or points["offset"][-1] < offset:
+        point = np.array([(line, offset, window.rjust(WINDOW, b"\0"))], POINT)
+        with suppress(OSError):  # without it a resume only takes longer
+            index.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(index, zlib.compress(np.concatenate((points, point)).tobytes()))

@@ -1,4 +1,4 @@
-"""A rank's batches: its share of the streams, read ahead by one background thread; and the validation set.
+"""A rank's batches from its share of the streams, prefetched by a background thread; and the validation set.
 
 At the start, the streams read their first rows in parallel, because each may have to wait for the network or to skip
 most of a compressed shard.
@@ -22,44 +22,43 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.documents import token_dtype
-from dlr_pretrain.data.packing import Row, packed_rows, padded_documents, padded_rows
+from dlr_pretrain.data.packing import TokenRow, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.data.streams import DocumentStream, Position, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
-STARTING_THREADS = 16  # that read the first rows of the streams
-BATCHES_AHEAD = 8  # hides the time in which a stream reads its next block
+STARTING_THREADS = 16  # read the first rows of the streams
+PREFETCHED_BATCHES = 8  # hide the time in which a stream reads its next block
 CLOSE_SECONDS = 5.0  # longest wait for a read that hangs in the network; all threads are daemons
-POLL_SECONDS = 0.5  # between checks of whether to go on waiting
+POLL_SECONDS = 0.5  # between checks whether to go on waiting
 
 State = dict[str, list[int]]  # the position of each stream
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's part of one global batch, in the narrow dtypes for the transfer; ``inputs_and_targets`` widens them."""
+    """A rank's part of one global batch, in narrow dtypes for the transfer; ``inputs_and_targets`` widens them."""
 
     tokens: torch.Tensor  # uint16 (int32 above 65,536 ids) [local_batch, seq_len + 1], padded
     lengths: torch.Tensor  # int32 [local_batch], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
-    state: State  # the position of each of this rank's streams after this batch
-    separator: int | None = None  # the id that ends a document, where data.mask_documents separates them
+    state: State  # the positions of this rank's streams after this batch
+    separator: int | None = None  # with data.mask_documents: the id that ends a document
 
     @classmethod
     def empty(cls, cfg: Config, rows: int) -> Batch:
-        """Rows of padding, in the form of a batch of ``cfg``: for another form, a compiled model would be compiled."""
+        """Rows of padding, in the form of a real batch: another form would make a compiled model compile again."""
         tokens = torch.zeros((rows, cfg.train.seq_len + 1), dtype=torch.int32)
         return cls(tokens, torch.zeros(rows, dtype=torch.int32), 0, {}, 1 if cfg.data.mask_documents else None)
 
 
 class TrainLoader:
-    """Gives one ``Batch`` after the other, for ever.
+    """Yields batches indefinitely.
 
-    ``state`` is the union of ``Batch.state`` over all ranks at one step, however many they were; None starts at the
-    beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each, so
-    the batches of all ranks, joined in rank order, are the same global batch for any W.
+    ``state`` is the union of ``Batch.state`` over all ranks at one step, for any number of ranks; None starts at the
+    beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each. So the
+    batches of all ranks, joined in rank order, are the same global batch for any W.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class TrainLoader:
         share = cfg.num_streams // world_size
         own = range(rank * share, (rank + 1) * share)
         positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in own}
-        self._queue: queue.Queue[Batch | Exception] = queue.Queue(BATCHES_AHEAD)
+        self._queue: queue.Queue[Batch | Exception] = queue.Queue(PREFETCHED_BATCHES)
         self._closed = threading.Event()
         self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
         self._thread = threading.Thread(target=self._produce, name="data", daemon=True)
@@ -78,8 +77,10 @@ class TrainLoader:
         return self.take(lambda: False)
 
     def take(self, stop: Callable[[], bool], timeout: float = math.inf) -> Batch:
-        """The next batch. Raises Stopped if ``stop()`` is true while no batch is ready, and Stalled if none is ready
-        within ``timeout`` seconds. A later call may still return it.
+        """The next batch.
+
+        Raises Stopped if ``stop()`` is true while no batch is ready, and Stalled if none is ready within ``timeout``
+        seconds. A later call may still return the batch.
         """
         since = time.monotonic()
         while True:
@@ -98,10 +99,10 @@ class TrainLoader:
         return item
 
     def close(self) -> None:
-        """Stop reading ahead. The thread must not be inside sentencepiece when the interpreter ends."""
+        """Stop the thread. It must not be inside sentencepiece when the interpreter ends."""
         self._closed.set()
         with suppress(queue.Empty):
-            self._queue.get_nowait()  # the thread may wait for room
+            self._queue.get_nowait()  # the thread may be waiting for room
         self._thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
@@ -112,10 +113,10 @@ class TrainLoader:
             self._queue.put(error)
 
 
-def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], closed: threading.Event) -> None:
-    """Read the first row of every stream, in parallel. The first error ends this and is raised.
+def _read_first_rows(rows: dict[int, Iterator[TokenRow]], groups: list[list[int]], closed: threading.Event) -> None:
+    """Read the first row of every stream in parallel. The first error ends all reading and is raised.
 
-    The streams of a group begin in one shard. One thread serves them in turn, so that they fetch it to a cache once.
+    The streams of a group begin in the same shard. One thread reads them in turn, so a remote shard is fetched once.
     """
     failed = threading.Event()
 
@@ -124,7 +125,7 @@ def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], cl
             if not closed.is_set() and not failed.is_set():
                 rows[v] = chain([next(rows[v])], rows[v])
 
-    with ThreadPool(min(STARTING_THREADS, len(groups))) as pool:  # of daemons, for which no process waits
+    with ThreadPool(min(STARTING_THREADS, len(groups))) as pool:  # its daemons do not keep the process alive
         done = pool.imap_unordered(work, groups)
         try:
             for _ in done:
@@ -137,15 +138,15 @@ def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], cl
             raise
 
 
-def _batches(
+def _rows_of_streams(
     cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
-) -> Iterator[Batch]:
-    """The batches of the streams in ``positions``, from there on."""
+) -> dict[int, Iterator[TokenRow]]:
+    """The rows of each stream from its position on. The first row of each has been read."""
     seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
     if not packed:
-        tokenizer = tokenizer.beginnings(seq_len + 1)  # one more than a row has shows that a document must be cut
-    rows: dict[int, Iterator[Row]] = {}
-    sharing: dict[int, list[int]] = defaultdict(list)
+        tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
+    rows: dict[int, Iterator[TokenRow]] = {}
+    beginning_in: dict[int, list[int]] = defaultdict(list)  # the streams that begin in each shard
     for v, position in positions.items():
         stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, packed)
         chunks = stream.chunks(position)
@@ -154,10 +155,17 @@ def _batches(
         else:
             rows[v] = padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
         pieces = stream.share(position.epoch).pieces[position.piece :]
-        sharing[pieces[0].shard if pieces else -1].append(v)
-    _read_first_rows(rows, list(sharing.values()), closed)
-    streams = list(rows)
-    each = cfg.train.global_batch // cfg.num_streams
+        beginning_in[pieces[0].shard if pieces else -1].append(v)
+    _read_first_rows(rows, list(beginning_in.values()), closed)
+    return rows
+
+
+def _batches(
+    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
+) -> Iterator[Batch]:
+    """Yields batches of equally many rows from each stream, from ``positions`` on."""
+    rows = _rows_of_streams(cfg, source, tokenizer, positions, closed)
+    seq_len, streams, each = cfg.train.seq_len, list(rows), cfg.train.global_batch // cfg.num_streams
     separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
         tokens = np.empty((len(rows) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
@@ -172,16 +180,19 @@ def _batches(
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Sequences of validation text, as rows of seq_len + 1 tokens for ``inputs_and_targets``."""
+    """Validation text as rows of seq_len + 1 tokens for ``inputs_and_targets``."""
 
     tokens: np.ndarray  # uint16 (int32 above 65,536 ids) [n, seq_len + 1], padded
     lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
-    separator: int | None = None  # the id that ends a document, where each is scored on its own: see ``separated``
+    separator: int | None = None  # the id that ends a document, if documents are scored separately: see ``separated``
 
 
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
-    """Documents of the validation shards in file order, until they have ``eval.tokens`` real tokens or all are used."""
+    """The first validation documents in file order that reach ``eval.tokens`` real tokens, or else all of them.
+
+    Raises UserError if they have no text.
+    """
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, found, has_text = [], 0, False
     for tokens, starts in source.validation(tokenizer):
@@ -194,10 +205,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         if found >= cfg.eval.tokens:
             break
     if not has_text:
-        fix = "Give data.validation_files with text, or a larger data.held_out"
-        if cfg.data.bad_rows == "skip":
-            fix += f". Perhaps all rows were left out: is data.text_key={cfg.data.text_key} right?"
-        raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}. {fix}")
+        raise _no_validation_text(cfg, source)
     if pad:
         rows, lengths = map(np.concatenate, zip(*parts, strict=True))
     else:
@@ -206,8 +214,15 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     return ValidationSet(rows, lengths, found, separator)
 
 
+def _no_validation_text(cfg: Config, source: Source) -> UserError:
+    fix = "Give data.validation_files with text, or a larger data.held_out"
+    if cfg.data.bad_rows == "skip":
+        fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"
+    return UserError(f"The validation shards hold no text: {', '.join(source.validation_shards[:3])}. {fix}")
+
+
 def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packed windows as in training; the last is padded, so that no token is left out."""
+    """Packed windows as in training; the last one is padded to hold all tokens."""
     count = -(-len(tokens) // seq_len)
     filled = np.full(count * seq_len + 1, pad_id, tokens.dtype)
     filled[: len(tokens)] = tokens

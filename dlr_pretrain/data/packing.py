@@ -1,7 +1,6 @@
-"""Documents become rows: packed without gaps, or one padded document a row.
+"""Turns documents into rows: packed without gaps, or one padded document per row.
 
-A row holds the seq_len inputs of a sequence and one more token, so that it provides both inputs and targets: nothing is
-stored, read or sent twice.
+A row of seq_len + 1 tokens provides both the inputs and the targets of a sequence, so nothing is stored or sent twice.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dlr_pretrain.data.documents import Tokens
-from dlr_pretrain.data.streams import Position
+from dlr_pretrain.data.streams import Chunk, Position
 from dlr_pretrain.util.tensors import IGNORE
 
-# A row [seq_len + 1], padded; the number of its tokens that are not padding; and the stream's position after it.
-Row = tuple[np.ndarray, int, Position]
+# A padded row [seq_len + 1], the number of its tokens without padding, and the stream's position after it.
+TokenRow = tuple[np.ndarray, int, Position]
 
 
 def inputs_and_targets(
@@ -25,8 +23,8 @@ def inputs_and_targets(
 ) -> tuple[torch.Tensor, ...]:
     """A model's ids and targets, int64 [n, seq_len], from rows [n, seq_len + 1] on any device.
 
-    A target is the next id, or IGNORE if that is padding. With a ``separator``, the id that ends a document, this is
-    the result of ``separated``.
+    A target is the next id, or IGNORE if that is padding. With a ``separator``, the id that ends a document, the
+    result is that of ``separated``.
     """
     wide = tokens.long()
     predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -37,10 +35,10 @@ def inputs_and_targets(
 def separated(
     ids: torch.Tensor, targets: torch.Tensor, separator: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ids of packed rows [n, seq_len], the targets, and the number of each position's document in its row, from 0.
+    """Ids, targets and document numbers of packed rows, each [n, seq_len]; numbers count the documents in a row from 0.
 
-    A document ends with its only ``separator``, whose target, the start of the next document, becomes IGNORE. So each
-    document is scored on its own, and with the numbers attention can stay inside it.
+    A document ends with its only ``separator``. The target of this token would be the start of the next document, and
+    becomes IGNORE. So each document is scored on its own, and the numbers let attention stay within it.
     """
     ends = ids == separator
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
@@ -49,11 +47,10 @@ def separated(
 def padded_documents(
     tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [n, seq_len + 1] and their lengths, int32 [n]: a document each, padded, or cut to ``seq_len`` tokens, of
-    which the last is replaced by </s>.
+    """Rows [n, seq_len + 1] and their lengths, int32 [n]: one document per row, padded or cut to ``seq_len`` tokens.
 
-    ``tokens`` [total] are the joined documents, each with its </s>, which begin at ``starts`` [n]. The position after
-    the inputs is always padding, because nothing follows a document.
+    ``tokens`` [total] are the joined documents, each with its </s>, which begin at ``starts`` [n]. </s> replaces the
+    last token of a cut document. The position after the inputs is always padding, because nothing follows a document.
     """
     whole = np.diff(starts, append=len(tokens))
     lengths = np.minimum(whole, seq_len)
@@ -64,19 +61,18 @@ def padded_documents(
     return rows, lengths.astype(np.int32)
 
 
-def padded_rows(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Row]:
-    """The documents of the chunks, one a row."""
+def padded_rows(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[TokenRow]:
+    """Yields the documents of the chunks, one per row."""
     for position, chunk in chunks:
         rows, lengths = padded_documents(*chunk, seq_len, pad_id, eos_id)
         for done, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True), position.document + 1):
             yield row, length, position._replace(document=done, token=0)
 
 
-def packed_rows(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[Row]:
-    """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
+def packed_rows(chunks: Iterator[Chunk], position: Position, seq_len: int) -> Iterator[TokenRow]:
+    """Yields windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
-    A window's last token is the first of the next. The tokens that are left after the windows of a chunk are carried
-    over to the next chunk.
+    The last token of a window is the first of the next. Tokens after the last window of a chunk are carried over.
     """
     carried, skip = np.empty(0, np.uint16), position.token
     for where, chunk in chunks:
@@ -84,7 +80,7 @@ def packed_rows(chunks: Iterator[tuple[Position, Tokens]], position: Position, s
         count = (len(flat) - 1) // seq_len
         used = count * seq_len
         if count > 0:
-            # At most seq_len tokens are carried, so the first token after any window lies in this chunk.
+            # At most seq_len tokens are carried over, so the first token after any window lies in this chunk.
             after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
             document = np.searchsorted(chunk.starts, after, side="right") - 1
             token = after - chunk.starts[document]

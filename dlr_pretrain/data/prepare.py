@@ -1,6 +1,6 @@
-"""Makes folders of tokens: by ``scripts/prepare_data.py``, and of small text when a run starts.
+"""Writes folders of tokens: for ``scripts/prepare_data.py``, and for small text when a run starts.
 
-The manifest is written first, and a shard's ids before its ends. So a kill at any point leaves finished shards, which
+The manifest is written first, and the ids of a shard before its ends. A kill at any point leaves finished shards, which
 the same command keeps.
 """
 
@@ -21,44 +21,31 @@ from pathlib import Path
 
 import numpy as np
 
-from dlr_pretrain.data import documents
-from dlr_pretrain.data.files import made_whole, user_cache
-from dlr_pretrain.data.order import cut
+from dlr_pretrain.data import tokens
+from dlr_pretrain.data.files import created_atomically, user_cache
 from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from dlr_pretrain.data.tokens import (
-    ENDS,
-    FORMAT,
-    MANIFEST,
-    SUMS,
-    TOKENIZER,
-    TOKENS,
-    TokenSource,
-    check_sums,
-    checksums,
-    file_names,
-    open_shard,
-    read_manifest,
-)
+from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
 from dlr_pretrain.util.files import locked, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
-SMALL_CHARACTERS = 1 << 28  # of text that is tokenised when a run starts: some ten seconds of sentencepiece
-FEW_DOCUMENTS = 16  # a stream: with fewer, text is tokenised too, because streams cannot share out whole documents
-MANY_READS = 2.0  # times a text that is streamed is read in an epoch
-PARALLEL_CHARACTERS = 1 << 24  # above this, other processes are worth their start
-SUFFIXES = (TOKENS, SUMS, ENDS)  # in the order of writing: a shard is complete once its ends are there
-OTHER_CACHE = "Set data.cache to a folder that all nodes see. A damaged one is made again by the next start"
+SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: some ten seconds of sentencepiece
+FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
+MANY_READS = 2.0  # per epoch of a streamed text, from which a remark is printed
+PARALLEL_CHARACTERS = 1 << 24  # above this, worker processes pay off
+SUFFIXES = (tokens.TOKENS, tokens.SUMS, tokens.ENDS)  # in the order of writing: a shard is complete once its ends exist
+OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces a damaged one"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
 
 def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
     """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
-    Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the
-    input is unreadable or the output cannot be written.
+    Yields for each shard in order whether it existed before. Raises UserError if the folder holds something else, the
+    input cannot be read or the output cannot be written.
     """
     again = "Start again: finished shards are kept"
     try:
@@ -71,11 +58,11 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
 
 
 def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
-    """As ``make_tokens``, which names the errors of the machine."""
+    """As ``make_tokens``, but raises OSError and BrokenProcessPool as they are."""
     train, validation = source.train_shards, source.validation_shards
-    names = (*file_names("train", len(train)), *file_names("validation", len(validation)))
+    names = (*tokens.shard_names("train", len(train)), *tokens.shard_names("validation", len(validation)))
     manifest = {
-        "format": FORMAT,
+        "format": tokens.FORMAT,
         "source": source.fingerprint,
         "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "shards": {"train": len(train), "validation": len(validation)},
@@ -83,11 +70,11 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
         "contents": source.contents,
     }
     _claim(output, manifest)
-    tokenizer.save(output / TOKENIZER)
-    # The fork server has none of this process's threads. It imports once for all workers.
+    tokenizer.save(output / tokens.TOKENIZER)
+    # The fork server has no threads of this process, and imports once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts them as they are needed
+    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts workers on demand
         complete = partial(_complete, source, output)
         yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
     for suffix in SUFFIXES:
@@ -96,7 +83,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that needs it is killed."""
+    """End this worker when its parent process is killed."""
 
     def wait() -> None:
         if parent := multiprocessing.parent_process():
@@ -107,27 +94,27 @@ def _end_with_parent() -> None:
 
 
 def _claim(output: Path, manifest: dict) -> None:
-    """Note in the folder what it holds. Raises UserError if it holds anything else."""
+    """Write the manifest into a new folder. Raises UserError if the folder holds anything else."""
     output.mkdir(parents=True, exist_ok=True)
-    path = output / MANIFEST
+    path = output / tokens.MANIFEST
     if not path.exists():
-        strangers = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
-        if strangers:
-            rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
+        others = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
+        if others:
+            rule = f"is not empty (it has {others[0]}) and not a folder of tokens"
             raise UserError(f"{output}: {rule}. Name a new folder")
         write_durably(path, json.dumps(manifest, indent=1))
-    there = read_manifest(output)
+    there = tokens.read_manifest(output)
     if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
         rule = f"holds the tokens of another source or tokenizer ({there['made_from']})"
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
 
 
 def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
-    """Make the token shard ``name`` of a shard of the source, unless it is there and sound."""
-    path, tokenizer = output / name, _tokenizer(output / TOKENIZER)
+    """Write the token shard ``name`` unless it exists and is sound. Returns whether it did."""
+    path, tokenizer = output / name, _tokenizer(output / tokens.TOKENIZER)
     try:
-        open_shard(path, tokenizer.vocab_size)
-        check_sums(path)
+        tokens.open_shard(path, tokenizer.vocab_size)
+        tokens.verify_checksums(path)
     except (OSError, ValueError):
         _write(source, shard, tokenizer, path)
         return False
@@ -135,17 +122,17 @@ def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
 
 
 def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk, ends last."""
+    """Write the files of a token shard to drafts, which are renamed once they are on the disk, ends last."""
     lengths = [np.zeros(1, np.int64)]
     drafts = {suffix: path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in SUFFIXES}
-    with naming(path), drafts[TOKENS].open("wb") as file:
-        for tokens, starts in documents.tokenised_in_chunks(source.read(shard), tokenizer):
-            file.write(tokens.data)
-            lengths.append(np.diff(starts, append=len(tokens)))
-    with naming(path.with_suffix(ENDS)):
-        drafts[ENDS].write_bytes(np.concatenate(lengths).cumsum().data)
-    with naming(path.with_suffix(SUMS)):
-        drafts[SUMS].write_bytes(checksums(path, drafts[TOKENS], drafts[ENDS]))
+    with naming(path), drafts[tokens.TOKENS].open("wb") as file:
+        for ids, starts in tokenise_in_chunks(source.read(shard), tokenizer):
+            file.write(ids.data)
+            lengths.append(np.diff(starts, append=len(ids)))
+    with naming(path.with_suffix(tokens.ENDS)):
+        drafts[tokens.ENDS].write_bytes(np.concatenate(lengths).cumsum().data)
+    with naming(path.with_suffix(tokens.SUMS)):
+        drafts[tokens.SUMS].write_bytes(tokens.checksums(path, drafts[tokens.TOKENS], drafts[tokens.ENDS]))
     for suffix in SUFFIXES:
         sync(drafts[suffix])
         os.replace(drafts[suffix], path.with_suffix(suffix))
@@ -154,9 +141,9 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
 def tokenised_once(
     source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
 ) -> TextSource | TokenSource:
-    """The tokens of a text that is small, or that has few documents for so many streams; of another the text itself.
+    """The tokens of a text that is small, or has few documents for so many streams; otherwise the text itself.
 
-    They are made in the user's cache, or below ``data.cache``, where a later start finds them.
+    The tokens are written below ``data.cache``, or in the user's cache, where a later start finds them.
     """
     if isinstance(source, TokenSource):
         return source
@@ -165,36 +152,36 @@ def tokenised_once(
         source.remark = _cost(source, streams)
         return source
     cache = Path(source.data.cache or user_cache()) / "tokens"
-    key = json.dumps([FORMAT, source.state(), tokenizer.fingerprint])
+    key = json.dumps([tokens.FORMAT, source.state(), tokenizer.fingerprint])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
-    made = _kept(folder)
+    made = _cached_tokens(folder)
     if made is None:
-        say(f"tokenising the text (some {characters / 1e6:.3g} MB) once, into {folder}")
+        say(f"tokenising the text (about {characters / 1e6:.3g} MB) once, into {folder}")
         try:
-            with made_whole(folder) as draft:
+            with created_atomically(folder) as draft:
                 list(_tokenise(source, tokenizer, draft, cores() if characters > PARALLEL_CHARACTERS else 1))
-                if _kept(folder) is None:
-                    shutil.rmtree(folder, ignore_errors=True)  # it is damaged
+                if _cached_tokens(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # damaged or missing
         except (OSError, BrokenProcessPool) as error:
             said = file_error(error) if isinstance(error, OSError) else error
-            rule = f"the tokens of the text cannot be kept here: {first_line(said)}"
+            rule = f"the tokens of the text cannot be written here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
     made.version, made.contents = source.version, source.contents
     return made
 
 
-def _kept(folder: Path) -> TokenSource | None:
-    """The tokens in a folder of the cache; None if they are not there, or damaged."""
+def _cached_tokens(folder: Path) -> TokenSource | None:
+    """The tokens in a folder of the cache; None if they are missing or damaged."""
     with suppress(UserError):
         found = TokenSource(folder, OTHER_CACHE)
-        found.check()
+        found.verify()
         return found
     return None
 
 
 def _cost(source: TextSource, streams: int) -> str:
-    """A remark where streams share the files of a text, so that each file is read by several; else empty."""
+    """A remark if several streams share, and so read, the same files; else empty."""
     sizes = source.sizes(packed=True)
     shares = [cut(sizes, np.arange(len(sizes)), part, streams, slack=source.slack) for part in range(streams)]
     times = sum(piece.size for share in shares for piece in share) / sum(sizes)

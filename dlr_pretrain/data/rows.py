@@ -1,8 +1,8 @@
 """The rows of a file, whatever its format, and the text of each.
 
-A row is a line of JSON, a whole text, a paragraph, or a field of a table. Parquet, and JSON lines in gzip files, are
-read from near any row on; other files from their start. Text is UTF-8: a few characters of a file that are not become
-U+FFFD, and a file with more of them is refused.
+A row is a line of JSON, a whole text, a paragraph, or a field of a table. Parquet files, and JSON lines in gzip files,
+are read from near any row; other files are read from their start. Text is UTF-8. Bytes that are not UTF-8 become
+U+FFFD, and a file with more than a few of them is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import columns, gunzip
-from dlr_pretrain.data.files import File, kept_beside, open_file
+from dlr_pretrain.data.files import File, index_path, open_file
 from dlr_pretrain.data.formats import BOM, DAMAGED, TABLES, decompressed, sniff, unreadable
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
@@ -24,15 +24,15 @@ from dlr_pretrain.util.text import plural
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
 BLANK = " \t\n\r\v\f"
 REPLACEMENT = "\ufffd"
-MOST_REPLACED = 0.001  # share of a file's characters that may not be UTF-8
-STRAYS = 10  # documents with such characters before the share counts: a reading may begin near a few of them
+MAX_REPLACED = 0.001  # share of a file's characters that may be replaced
+MAX_STRAYS = 10  # documents with replaced characters before the share counts: reading may begin near a few of them
 
 log = logging.getLogger(__name__)
-_told: set[str] = set()  # addresses of files whose first replaced bytes this process has told of
+_reported: set[str] = set()  # addresses of files whose first replaced bytes this process has reported
 
 
 class Row(NamedTuple):
-    """A row of a file, which is parsed when its text is asked for."""
+    """A row of a file. Its text is parsed on request."""
 
     number: int
     content: str | None  # None where a table has null
@@ -41,15 +41,15 @@ class Row(NamedTuple):
     text_key: str
 
     def where(self) -> str:
-        """How messages name it."""
+        """The row's name in messages."""
         line = f" (line {self.number + 1})" if self.kind == "lines" else ""
         return f"{self.file.address}: document {self.number}{line}"
 
     def text(self) -> str:
-        """The text; a blank line is an empty document. Raises UserError, which names the row, if there is none."""
+        """The text; a blank line is an empty document. Raises UserError, which names the row, if it has no text."""
         text: Any = self.content
         if self.kind == "lines" and self.content is not None:
-            text = self._field(self.content) if self.content.strip(BLANK) else ""
+            text = self._text_field(self.content) if self.content.strip(BLANK) else ""
         if isinstance(text, str):
             return text
         found, fix = f"of type {type(text).__name__}", "data.bad_rows=skip leaves such rows out"
@@ -61,50 +61,49 @@ class Row(NamedTuple):
             fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are so"
         raise UserError(f"{self.where()} has no text {self.text_key!r}: it is {found}. {fix}")
 
-    def _field(self, line: str) -> Any:
-        """What a line of JSON has in the field of the text."""
+    def _text_field(self, line: str) -> Any:
+        """The value of the text field in a line of JSON."""
         try:
-            record = found = json.loads(line.removeprefix("\ufeff"))
+            record = value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             fix = "A shard holds one JSON object a line; data.bad_rows=skip leaves such rows out"
             raise UserError(f"{self.where()} is not JSON ({error}). {fix}") from error
-        for name in columns.path(self.text_key, record if isinstance(record, dict) else ()):
-            if not isinstance(found, dict) or name not in found:
-                there = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
+        for name in columns.field_path(self.text_key, record if isinstance(record, dict) else ()):
+            if not isinstance(value, dict) or name not in value:
+                found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is not a JSON object"
                 fix = "Set data.text_key to the field that holds the text, or data.bad_rows=skip"
-                raise UserError(f"{self.where()} has no text {self.text_key!r}: {there}. {fix}")
-            found = found[name]
-        return found
+                raise UserError(f"{self.where()} has no text {self.text_key!r}: {found}. {fix}")
+            value = value[name]
+        return value
 
 
-def rows_of(file: File, data: Data, start: int = 0) -> Iterator[Row]:
-    """The rows of a file from ``start`` on.
+def read_rows(file: File, data: Data, start: int = 0) -> Iterator[Row]:
+    """Yields the rows of a file from ``start`` on.
 
-    Raises UserError if the file is damaged, is in another encoding, or has no column of text. ``data.bad_rows`` is not
-    for these: they concern the file, and nearly all of its rows.
+    Raises UserError if the file is damaged, is in another encoding, or has no column of text. ``data.bad_rows`` does
+    not apply to these errors: they concern the file, and nearly all of its rows.
     """
-    number = start
     with open_file(file, data.cache) as stream:
         kind, compression = sniff(file, stream, data)
-        replaced = Replaced()
+        encoding, number = EncodingCheck(), start
         try:
             if (kind, compression) == ("lines", ".gz"):
-                contents: Iterator[bytes | None] = gunzip.lines(stream, kept_beside(file, data.cache), start)
+                contents: Iterator[bytes | None] = gunzip.lines(stream, index_path(file, data.cache), start)
             else:
                 contents = _contents(file, kind, decompressed(stream, compression), data.text_key, start)
             for number, content in enumerate(contents, start + 1):
                 text = None if content is None else content.decode("utf-8", "replace")
                 row = Row(number - 1, text, file, kind, data.text_key)
-                replaced.count(row, content)
+                encoding.count(row, content)
                 yield row
         except DAMAGED as error:
             raise unreadable(file, error, f" after document {number}") from error
         if start == 0:  # a resume near the end must not judge a large file by its last rows
-            replaced.judge(strays=0)
+            encoding.judge(strays=0)
 
 
-def rows_of_head(file: File, kind: str, head: bytes, data: Data) -> Iterator[Row]:
-    """The rows of text that begins a file and may be cut off: characters that are not UTF-8 are not counted."""
+def read_head_rows(file: File, kind: str, head: bytes, data: Data) -> Iterator[Row]:
+    """Yields the rows in the first bytes of a file's text, which may be cut off. The encoding is not checked."""
     for number, content in enumerate(_contents(file, kind, io.BytesIO(head), data.text_key, 0)):
         yield Row(number, (content or b"").decode("utf-8", "replace"), file, kind, data.text_key)
 
@@ -112,50 +111,50 @@ def rows_of_head(file: File, kind: str, head: bytes, data: Data) -> Iterator[Row
 def _contents(file: File, kind: str, stream: Any, text_key: str, start: int) -> Iterator[bytes | None]:
     """The rows of a decompressed stream from ``start`` on, as bytes; None where a table has null."""
     if kind in TABLES.values():
-        return columns.texts(file.address, kind, stream, text_key, start)
+        return columns.read_texts(file.address, kind, stream, text_key, start)
     if kind == "text":
         return iter([stream.read().removeprefix(BOM)][start:])
-    lines = bounded_lines(io.BufferedReader(stream, READ_BYTES))
+    lines = _bounded_lines(io.BufferedReader(stream, READ_BYTES))
     return islice(_paragraphs(lines) if kind == "paragraphs" else lines, start, None)
 
 
-def bounded_lines(stream: Any) -> Iterator[bytes]:
-    """The lines of a stream. Raises ValueError where one is so long that it would fill the memory."""
-    while line := stream.readline(gunzip.MOST_BYTES):
-        if len(line) == gunzip.MOST_BYTES:
-            raise ValueError(gunzip.LONG)
+def _bounded_lines(stream: Any) -> Iterator[bytes]:
+    """Yields the lines of a stream. Raises ValueError at a line that would fill the memory."""
+    while line := stream.readline(gunzip.MAX_LINE_BYTES):
+        if len(line) == gunzip.MAX_LINE_BYTES:
+            raise ValueError(gunzip.LINE_TOO_LONG)
         yield line
 
 
 def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Runs of lines that are not blank."""
+    """Yields each run of lines that are not blank."""
     for has_text, run in groupby(lines, lambda line: bool(line.strip())):
         if has_text:
             yield b"\n".join(line.rstrip(b"\r\n") for line in run).removeprefix(BOM)
 
 
-class Replaced:
-    """Counts the characters of one reading of a file whose bytes are not UTF-8, and became U+FFFD."""
+class EncodingCheck:
+    """Counts the characters of one reading of a file, and those that replace bytes that are not UTF-8."""
 
     def __init__(self) -> None:
-        self.read = self.replaced = self.rows = 0  # characters, those replaced, and rows with such
-        self.last: tuple[Row, bytes]  # of these rows
+        self.read = self.replaced = self.rows = 0  # characters, replaced characters, and rows with any of these
+        self.last: tuple[Row, bytes]  # the last of these rows
 
     def count(self, row: Row, content: bytes | None) -> None:
-        """Count a row of these bytes. Raises UserError if too many of the file's characters are not UTF-8."""
+        """Count a row. Raises UserError if too many of the file's characters are replaced."""
         text, content = row.content or "", content or b""
         self.read += len(text)
         if REPLACEMENT in text and (replaced := text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())):
             self.replaced, self.rows, self.last = self.replaced + replaced, self.rows + 1, (row, content)
-            self.judge(0 if row.kind == "text" else STRAYS)
-            if row.file.address not in _told:
-                _told.add(row.file.address)
+            self.judge(0 if row.kind == "text" else MAX_STRAYS)
+            if row.file.address not in _reported:
+                _reported.add(row.file.address)
                 lost = plural(len(content) - len(content.decode("utf-8", "ignore").encode()), "byte")
-                log.warning("%s: %s not in UTF-8 became U+FFFD. Of this file no more is told", row.where(), lost)
+                log.warning("%s: %s not in UTF-8 became U+FFFD (reported once per file)", row.where(), lost)
 
     def judge(self, strays: int) -> None:
-        """Raise UserError if more characters than the share are replaced, in more rows than ``strays``."""
-        if self.rows > strays and self.replaced > MOST_REPLACED * self.read:
+        """Raise UserError if more than ``strays`` rows, and more characters than allowed, are affected."""
+        if self.rows > strays and self.replaced > MAX_REPLACED * self.read:
             row, content = self.last
             probably, name = (", but probably cp1252", "cp1252") if _is_cp1252(content) else ("", "ITS_ENCODING")
             rule = f"is not UTF-8{probably}: {self.replaced:,} of {self.read:,} characters read would become U+FFFD"
@@ -165,7 +164,7 @@ class Replaced:
 
 
 def _is_cp1252(row: bytes) -> bool:
-    """Whether bytes are probably Western text: few are not ASCII, most of these not UTF-8, and all are in cp1252."""
+    """Whether bytes are probably Western text: few are not ASCII, most of these not UTF-8, and all exist in cp1252."""
     utf8 = row.decode("utf-8", "ignore")
     strange, others = len(row) - len(utf8.encode()), len(utf8.encode()) - len(utf8)
     return others < strange < len(row) / 4 and REPLACEMENT not in row.decode("cp1252", "replace")

@@ -1,7 +1,7 @@
-"""The sample: English prose that needs no download, from the docstrings of Python's standard library and its help.
+"""The sample: English prose without a download, from the docstrings and help topics of Python's standard library.
 
-It is harvested once into a file of JSON lines, whose name has a hash of the text, together with a SentencePiece model
-in T5's layout trained on it, and kept in the user cache under the version of Python: no installed package changes it.
+It is harvested once into a file of JSON lines, named by a hash of the text, and a SentencePiece model in T5's layout is
+trained on it. Both are stored in the user cache under the version of Python, so no installed package changes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dlr_pretrain.data.files import made_whole, user_cache
+from dlr_pretrain.data.files import created_atomically, user_cache
 from dlr_pretrain.data.tokenizer import valid_text
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
@@ -29,14 +29,14 @@ TOKENIZER_FILE, VOCAB_SIZE = "spiece.model", 8192
 OPTIONAL = {"site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip",
             "lib2to3", "distutils", "__pycache__"}  # fmt: skip
 PROSE = re.compile(r"[A-Z\"'(][^\n]*(\n\S[^\n]*)*[.!?]", re.DOTALL)
-MARKUP = re.compile(r":[\w:+.-]+:(?=`)|[`*]+[~!]?")  # roles, code and emphasis; their text is kept
-MIN_SPACES = 6  # a shorter paragraph is a label
+MARKUP = re.compile(r":[\w:+.-]+:(?=`)|[`*]+[~!]?")  # of roles, code and emphasis, whose text is kept
+MIN_SPACES = 6  # shorter paragraphs are labels
 
 
 def folder_of(root: Path | None, name: str | None, progress: Callable[[str], None]) -> Path:
     """The folder of the sample ``name`` (default: this Python's) below ``root`` (default: the user cache).
 
-    It is harvested if it is not there. Raises UserError if only another Python could make it.
+    A missing sample is harvested. Raises UserError if only another Python could harvest it.
     """
     cache = root or user_cache() / "sample"
     own = f"python-{platform.python_version()}-{VERSION}"
@@ -45,10 +45,10 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
         return folder
     if folder.name != own:
         rule = f"this run reads the sample {folder.name}, which is not in {cache}, and this Python makes {own}"
-        raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to where the sample lies")
-    shutil.rmtree(folder, ignore_errors=True)  # files of it were purged
+        raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to the sample's folder")
+    shutil.rmtree(folder, ignore_errors=True)  # some of its files were purged
     progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
-    with made_whole(folder) as draft:
+    with created_atomically(folder) as draft:
         documents = list(harvest())
         lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
         (draft / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
@@ -57,7 +57,7 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
 
 
 def harvest() -> Iterator[str]:
-    """The documents of the standard library and of Python's help topics in a fixed order, no paragraph twice."""
+    """Yields documents from the standard library and Python's help topics in a fixed order, no paragraph twice."""
     from pydoc_data import topics
 
     stdlib, seen = Path(sysconfig.get_path("stdlib")), set()
@@ -71,12 +71,12 @@ def harvest() -> Iterator[str]:
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """Those of a Python file."""
+    """Yields the docstrings in the source of a Python file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):  # a template, a file for another version of Python
+    except (SyntaxError, ValueError, RecursionError):  # a template, or for another version of Python
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -84,14 +84,14 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def prose(block: str) -> list[str]:
-    """The paragraphs that are English sentences, each on one line and without markup: no code, tables or titles."""
+    """The paragraphs of English sentences, each on one line and without markup; code, tables and titles are dropped."""
     found = [text for text in re.split(r"\n\s*\n", inspect.cleandoc(block)) if PROSE.fullmatch(text)]
     texts = [" ".join(MARKUP.sub("", text).split()) for text in found]
     return [text for text in texts if text.count(" ") >= MIN_SPACES]
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
-    """A SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
+    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text token."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()

@@ -1,7 +1,7 @@
-"""Where documents come from: files here or elsewhere, the sample, or pre-tokenised shards.
+"""Where documents come from: local or remote files of text, the sample, or pre-tokenised shards.
 
-A source names its shards in a fixed order and reads any of them from any row on; it knows nothing of streams or ranks.
-The order of the shards is part of the data order, so they are sorted, never in the order of a directory listing.
+A source names its shards in a fixed order and reads any shard from any row. Shards are sorted by name, because their
+order is part of the data order and the order of a directory listing is not stable.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ from pathlib import Path
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
-from dlr_pretrain.data.documents import Block, Tokens, text_blocks, tokenised_in_chunks
-from dlr_pretrain.data.extent import sizes
-from dlr_pretrain.data.files import at_commits
-from dlr_pretrain.data.order import Piece, Place, Share
-from dlr_pretrain.data.rows import rows_of
+from dlr_pretrain.data.extent import estimate_sizes
+from dlr_pretrain.data.files import pin_commits
+from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose
+from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, text_blocks, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
-NAMED_BAD_ROWS = 5  # bad rows that a process tells of by their number
-HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
-FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
+MAX_REPORTED_ROWS = 5  # bad rows that a process reports individually
+HELD_OUT = "held out of "  # prefix of the validation shard that is made from a training shard
+FIRST_DOCUMENTS = 1000  # documents at the start, of which at least one is held out
 
 log = logging.getLogger(__name__)
 
 
 def open_source(cfg: Config, progress: Callable[[str], None] | None = None, version: str | None = None) -> Source:
-    """The source that ``data`` names.
+    """Open the source that ``data`` names: every local file, and the first of remote files.
 
-    ``progress`` receives messages about work that takes a while (default: the module's log). ``version`` is what an
-    earlier start read. Without it the hub is asked, and one that does not answer is reported within seconds. Every
-    local file is opened, and the first of remote ones.
+    ``progress`` receives messages about long work (default: the module's log). ``version`` is what an earlier start of
+    the run read. Without it the hub is asked, and a hub that does not answer is reported within seconds.
     """
     data = cfg.data
     if data.source == "tokens":
@@ -51,42 +49,44 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
         folder = sample.folder_of(Path(data.root) if data.root else None, version, progress or log.info)
         data, version = replace(data, root=str(folder)), folder.name
     else:
-        data, version = at_commits(data, version)
+        data, version = pin_commits(data, version)
     return TextSource(data, choose(data), version)
 
 
 class TextSource:
-    """Texts in files. Without validation files a share of the training documents is held out, by a hash of each.
+    """Texts in files. Without validation files, a share of the training documents is held out by their hashes.
 
     ``version`` is the commit on the hub, or the name of the sample, by which a run finds the files later.
     """
 
-    order, slack = "text 2", 0.025  # a run resumes only in the order that it has; a cut moves so far to a file's end
+    order = "text 2"  # the version of the data order; a run resumes only in its own
+    slack = 0.025  # the share of a stream's part by which a cut may move to the end of a file
 
     def __init__(self, data: Data, chosen: Choice, version: str | None = None):
         self.data, self.chosen, self.version = data, chosen, version
         self.tokenizer_path = Path(data.root or "", sample.TOKENIZER_FILE) if data.source == "sample" else None
         self.files = {file.name: file for file in (*chosen.train, *chosen.validation)}
         self.train_shards = tuple(file.name for file in chosen.train)
-        held = tuple(HELD_OUT + name for name in self.train_shards)
-        self.validation_shards = tuple(file.name for file in chosen.validation) or held
+        held_out = tuple(HELD_OUT + name for name in self.train_shards)
+        self.validation_shards = tuple(file.name for file in chosen.validation) or held_out
         self.holds_out = not chosen.validation
-        self.halves = False  # the only document is cut in two instead
-        self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
+        self.splits_document = False  # into training and validation text, because all of the first are the same
+        self.threshold = 0  # documents with a hash below it are held out
         self.contents = chosen.contents(data)
-        self.remark = ""  # on what reading this text costs
-        self._told: set[tuple[str, int]] = set()  # bad rows
+        self.remark = ""  # on the cost of reading this text
+        self._reported: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:
             texts = (text for shard in self.train_shards for _, text in self._file_rows(shard) if text is not None)
             hashes = [_hash(text) for text in islice(texts, FIRST_DOCUMENTS)]
-            self.halves = len(set(hashes)) == 1  # also of copies of one document
-            if not self.halves:
+            self.splits_document = len(set(hashes)) == 1
+            if not self.splits_document:
                 self.threshold = max(round(data.held_out * (1 << 64)), min(hashes, default=0) + 1)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the names and sizes of the files, and of the keys that decide what is read of them; not of where
-        they lie, nor of their contents. A run resumes only on the same.
+        """SHA-256 of the names and sizes of the files, and of the keys that decide what is read from them.
+
+        The location and the contents of the files do not count. A run resumes only on the same fingerprint.
         """
         split = (self.chosen.train, self.chosen.validation)
         shards = [[(os.path.basename(file.name), file.size) for file in files] for files in split]
@@ -95,25 +95,25 @@ class TextSource:
         return hashlib.sha256(json.dumps([shards, how]).encode()).hexdigest()
 
     def read(self, shard: str, start: int = 0) -> Iterator[str | None]:
-        """The texts of a shard from row ``start`` on; None for a row that is left out."""
+        """Yields the texts of a shard from row ``start`` on; None for a row that is left out."""
         return (text for _, text in self.rows(shard, start))
 
     def rows(self, shard: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
-        """As ``read``, with the number of each row; with a ``piece`` of the shard, only the rows of this piece."""
-        held, name = shard.startswith(HELD_OUT), shard.removeprefix(HELD_OUT)
+        """As ``read``, with the number of each row; with a ``piece`` of the shard, only its rows."""
+        held_out, name = shard.startswith(HELD_OUT), shard.removeprefix(HELD_OUT)
         for number, text in self._file_rows(name, start, piece):
             if text is None or not self.holds_out:
                 yield number, text
-            elif self.halves:
+            elif self.splits_document:
                 cut = round(len(text) * (1 - self.data.held_out))
                 cut = text.rfind("\n", 0, cut) + 1 or cut
-                yield number, text[cut:] if held else text[:cut]
+                yield number, text[cut:] if held_out else text[:cut]
             else:
-                yield number, text if (_hash(text) < self.threshold) == held else None
+                yield number, text if (_hash(text) < self.threshold) == held_out else None
 
     def _file_rows(self, name: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
-        """As ``rows``, of a file, whether held out or not."""
-        for row in rows_of(self.files[name], self.data, start):
+        """As ``rows``, of a file, with documents that are held out and others."""
+        for row in read_rows(self.files[name], self.data, start):
             if piece is not None and not piece.has(row.number):
                 continue
             text = None
@@ -122,22 +122,26 @@ class TextSource:
             except UserError as error:
                 if self.data.bad_rows == "stop":
                     raise
-                if (name, row.number) not in self._told and len(self._told) < NAMED_BAD_ROWS:
-                    self._told.add((name, row.number))
-                    more = ", and this process tells of no more" if len(self._told) == NAMED_BAD_ROWS else ""
-                    log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], more)
+                self._report(name, row.number, error)
             yield row.number, text
 
+    def _report(self, name: str, row: int, error: UserError) -> None:
+        """Log a bad row that is left out, unless it or MAX_REPORTED_ROWS others are reported already."""
+        if (name, row) not in self._reported and len(self._reported) < MAX_REPORTED_ROWS:
+            self._reported.add((name, row))
+            last = ". This process reports no more" if len(self._reported) == MAX_REPORTED_ROWS else ""
+            log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], last)
+
     def sizes(self, packed: bool) -> list[int]:
-        """The size of each training shard, in characters if ``packed``, else in documents: estimates."""
+        """Estimates, in characters if ``packed``, else in documents."""
         return self._sizes[0 if packed else 1]
 
     @cached_property
     def _sizes(self) -> tuple[list[int], list[int]]:
-        return sizes(self.chosen.train, self.data)
+        return estimate_sizes(self.chosen.train, self.data)
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
-        """The blocks of a share in its order, from the block at ``start`` on, each with its place: piece and row."""
+        """Yields the blocks of a share in its order, from the block at ``start`` on, each with piece and first row."""
         first, row = start
         for number, piece in enumerate(share.pieces[first:], first):
             found = self.rows(self.train_shards[piece.shard], row, piece)
@@ -146,20 +150,19 @@ class TextSource:
             row = 0
 
     def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
-        """The documents for validation in their order, some at a time."""
+        """Yields the validation documents in their order, some at a time."""
         for shard in self.validation_shards:
-            yield from tokenised_in_chunks(self.read(shard), tokenizer)
+            yield from tokenise_in_chunks(self.read(shard), tokenizer)
 
     def state(self) -> list:
-        """What decides the texts, with the files as they are now."""
+        """What decides the texts, including the current state of the files."""
         return [self.fingerprint, *(file.state() for file in self.files.values())]
 
     def describe(self) -> str:
-        """One line for the console."""
         where = self.data.root or os.path.dirname(self.chosen.train[0].address)
         if not self.holds_out:
             return f"{where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
-        share = f"{100 * self.data.held_out:g} % of the {'document' if self.halves else 'documents'}"
+        share = f"{100 * self.data.held_out:g} % of the {'document' if self.splits_document else 'documents'}"
         return f"{where}: {plural(len(self.train_shards), 'train shard')}, {share} held out for validation"
 
 
@@ -167,4 +170,4 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-Source = TextSource | TokenSource  # documents in named shards; one rank opens it, and sends it to the others
+Source = TextSource | TokenSource  # one rank opens it and sends it to the others

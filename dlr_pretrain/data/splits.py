@@ -1,7 +1,7 @@
-"""Which files are text to train on, which are for validation, and which are left out, with the reason of each.
+"""Chooses the files for training and for validation, and records why each other file is left out.
 
-``data.train_files`` and ``data.validation_files`` say it, or without the first the names of all files below the root. A
-folder of text holds more than text: licences, tables, what belongs to a tokenizer, copies in another format.
+``data.train_files`` and ``data.validation_files`` decide. Without the first, the names of all files below the root
+decide, because a folder of text often also holds licences, tables, tokenizer files and copies in other formats.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data.columns import row_count
-from dlr_pretrain.data.files import File, below, find, open_file, refuse_snapshots
-from dlr_pretrain.data.formats import BOM, DAMAGED, FORMATS, PACKED, decompressed, kind_of, sniff, unreadable
+from dlr_pretrain.data.columns import count_rows
+from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots
+from dlr_pretrain.data.formats import BOM, COMPRESSIONS, DAMAGED, FORMATS, decompressed, kind_of, sniff, unreadable
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import amount, plural, shortened
 
 SNIFF_THREADS = 16
-BLANK_BYTES = 64 << 10  # a text of no more is read whole, to see whether it is blank
-SPLITS = ("test", "validation", "train")  # names that say several say the first: it must not be learnt
+BLANK_BYTES = 64 << 10  # a text up to this size is read whole, to see whether it is blank
+SPLITS = ("test", "validation", "train")  # a name with several of these means the first, which must not be learnt
 WORD = re.compile(
-    r"(?<![^\W\d_]| )(?:"  # no letter beside a word, nor a space: that is of a title, as in "Turing test.txt"
+    r"(?<![^\W\d_]| )(?:"  # no letter or space beside the word: a space means a title, as in "Turing test.txt"
     r"(?P<test>test(?:ing|s)?)|(?P<train>train(?:ing)?)|"
     r"(?P<validation>valid(?:ation)?|val|dev|evals?|evaluation|h[eo]ld[-_.]?out))(?:[-_ ]?set)?(?![^\W\d_]| )"
 )
-ALONE = re.compile(r"[-_]*(?:[.\d]|$)")  # what follows a word that is a whole name, but for numbers and suffixes
-SIDE = re.compile(
+ALONE = re.compile(r"[-_]*(?:[.\d]|$)")  # follows a word that is the whole name except for numbers and suffixes
+SIDE_FILE = re.compile(
     r"(?:licen[cs]e|readme|requirements)(?:[-_].*)?|notice|copying|changelog|citation|authors|contributors|"
     r"contributing|metadata|dataset_infos?|dataset_dict|state|.*config|tokenizer|special_tokens_map|added_tokens|"
     r"vocab|merges"
 )
-KINDS = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "arrow"}
+FORMAT_NAMES = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "arrow"}
 
 
 @dataclass
 class Choice:
-    """The files of a source, each once, and why others are left out, by their names."""
+    """The files of a source, each once, and the reason why each other file is left out."""
 
     train: list[File]
     validation: list[File]
-    left_out: dict[str, str]
+    left_out: dict[str, str]  # reasons by file name
 
     def contents(self, data: Data) -> dict[str, str]:
-        """What is for training, for validation, and left out, as a run tells and records it."""
+        """What is for training, for validation, and left out, as a run prints and records it."""
 
         def listed(files: list[File]) -> str:
             size = amount(sum(file.size or 0 for file in files))
@@ -64,20 +64,20 @@ class Choice:
 
 
 def choose(data: Data) -> Choice:
-    """The files that ``data`` names. All local ones are opened, of remote ones the first.
+    """The files that ``data`` names. All local files are opened, and the first of remote files.
 
-    Raises UserError if none is to train on, or if the evaluation would be of text that was learnt.
+    Raises UserError if no file is for training, or if a file is for both training and validation.
     """
     root, left_out = data.root or "", dict[str, str]()
-    train, validation = (_once(root, _matched(root, data, split), left_out) for split in ("train", "validation"))
+    train, validation = (_unique(root, _matched(root, data, split), left_out) for split in ("train", "validation"))
     if data.train_files is None:
-        train, validation = _by_names(root, validation, left_out)
+        train, validation = _chosen_by_name(root, validation, left_out)
     elif both := {file.identity for file in train} & {file.identity for file in validation}:
         rule = f"data.train_files and data.validation_files both match {min(both)}"
-        raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
-    names = {file.name for file in train}  # those of addresses without a root may be the same in both
+        raise UserError(f"{rule}: the evaluation would use text that was learnt. Narrow data.train_files")
+    names = {file.name for file in train}  # addresses without a root may have the same names in both splits
     validation = [replace(file, name=file.address) if file.name in names else file for file in validation]
-    train, validation = (_with_text(files, data, left_out) for files in (train, validation))
+    train, validation = (_without_empty(files, data, left_out) for files in (train, validation))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     if data.validation_files is not None and not validation:
@@ -86,53 +86,57 @@ def choose(data: Data) -> Choice:
 
 
 def _matched(root: str, data: Data, split: str) -> list[File]:
-    """The files that the glob of a split matches. Raises UserError if it matches none; [] if there is no glob."""
+    """The files that the glob of a split matches; [] without a glob. Raises UserError if it matches none."""
     pattern = data.train_files if split == "train" else data.validation_files
     if pattern is None:
         return []
-    if not (found := find(root, pattern)):
+    if not (found := find_files(root, pattern)):
         where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
         raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
     return found
 
 
-def _by_names(root: str, given: list[File], left_out: dict[str, str]) -> tuple[list[File], list[File]]:
-    """The training files below ``root``, by their names, and ``given``, or else the validation files by their names.
+def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> tuple[list[File], list[File]]:
+    """The training files below ``root`` and the validation files: those ``given``, or else chosen by name as well.
 
-    Both are of the kind that most training text is of; validation files are of another if there are none of it.
+    All have the format of most training text. If no validation file has this format, another is taken.
     """
-    found = {file: _why_no_text(file) for file in below(root)}
+    found = {file: _skip_reason(file) for file in files_below(root)}
     taken = {file.identity for file in given}
-    texts = _once(root, [file for file, why in found.items() if not why and file.identity not in taken], left_out)
+    texts = _unique(root, [file for file, why in found.items() if not why and file.identity not in taken], left_out)
     names = {file.name for file in texts}
-    twins = {name for name in names if name.endswith(PACKED) and os.path.splitext(name)[0] in names}
+    twins = {name for name in names if name.endswith(COMPRESSIONS) and os.path.splitext(name)[0] in names}
     left_out |= dict.fromkeys(twins, "also there without compression")
     texts = [file for file in texts if file.name not in twins]
     refuse_snapshots(texts)
-    taken |= {file.identity for file in texts}  # with the blobs that names in the cache of huggingface_hub link to
+    taken |= {file.identity for file in texts}  # including blobs, to which names in huggingface_hub's cache link
     left_out |= {file.name: why for file, why in found.items() if why and file.identity not in taken}
     named = {split: [file for file in texts if split_of(file.name) == split] for split in SPLITS}
     for split in SPLITS[: 2 if given or not named["train"] else 1]:
         left_out |= {file.name: f"named as a {split} split" for file in named.pop(split)}
     if not named["train"]:
-        suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(PACKED)}"
-        rule = "holds no training file" if texts or given else f"holds no file that ends with {suffixes}"
-        told = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
-        fix = "Set data.root to the folder of the text, or data.train_files to a glob"
-        raise UserError(f"data.root={root}: {rule}. {f'Left out: {told}. ' if told else ''}{fix}")
+        raise _no_training_file(root, bool(texts or given), left_out)
     main = _main_kind(named["train"])
     for split, files in named.items():
         kind = main if any(kind_of(file.name) == main for file in files) else _main_kind(files)
-        others = {file.name: KINDS[own] for file in files if (own := kind_of(file.name)) != kind}
-        left_out |= {name: f"{other} beside the folder's {KINDS[kind]}" for name, other in others.items()}
+        others = {file.name: FORMAT_NAMES[own] for file in files if (own := kind_of(file.name)) != kind}
+        left_out |= {name: f"{other} beside the folder's {FORMAT_NAMES[kind]}" for name, other in others.items()}
         named[split] = [file for file in files if file.name not in others]
     return named["train"], given or named["validation"]
 
 
-def _why_no_text(file: File) -> str:
-    """Why the name of a file says that it is no text to read; empty if it does not say so."""
+def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> UserError:
+    suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(COMPRESSIONS)}"
+    rule = "holds no training file" if has_text else f"holds no file that ends with {suffixes}"
+    listed = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
+    fix = "Set data.root to the folder of the text, or data.train_files to a glob"
+    return UserError(f"data.root={root}: {rule}. {f'Left out: {listed}. ' if listed else ''}{fix}")
+
+
+def _skip_reason(file: File) -> str:
+    """Why a file is not text to read, judged by its name; "" if it may be."""
     name, kind = os.path.basename(file.name).lower(), kind_of(file.name)
-    if SIDE.fullmatch(name.partition(".")[0]) and (kind in ("", "text") or name.endswith(".json")):
+    if SIDE_FILE.fullmatch(name.partition(".")[0]) and (kind in ("", "text") or name.endswith(".json")):
         return "a side file"
     if kind:
         return "a link to nowhere" if file.is_local and file.size is None else ""
@@ -142,10 +146,10 @@ def _why_no_text(file: File) -> str:
 
 
 def split_of(name: str) -> str:
-    """The split that the name of a file below the root says: train, validation or test; train if it says none.
+    """The split of a file by its name below the root: test, validation, or else train.
 
-    A folder or file that has nothing but the word as its name (``train/``, ``val-0001.jsonl``) counts before one that
-    has more (``my_test_set/``): ``train/test_suite.jsonl`` is trained on, and ``train_data/val/a.jsonl`` is not.
+    A folder or file that is named with the word alone (``train/``, ``val-0001.jsonl``) counts before one with a longer
+    name (``my_test_set/``): ``train/test_suite.jsonl`` is for training, and ``train_data/val/a.jsonl`` is not.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("/")
     words = [word for part in parts for word in WORD.finditer(part)]
@@ -154,13 +158,13 @@ def split_of(name: str) -> str:
 
 
 def _main_kind(files: list[File]) -> str:
-    """The kind of most bytes; where servers tell none, of most files; then the first in ``KINDS``."""
-    of = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in KINDS}
-    return max(KINDS, key=lambda kind: (sum(of[kind]), len(of[kind])))
+    """The format with the most bytes; if servers report no sizes, with the most files; else FORMAT_NAMES' first."""
+    sizes = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in FORMAT_NAMES}
+    return max(FORMAT_NAMES, key=lambda kind: (sum(sizes[kind]), len(sizes[kind])))
 
 
-def _once(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
-    """Each file once, though links give it several names: by one that names no training split, and is no link."""
+def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
+    """Each file once, even if links give it several names. Names of test and validation, and true paths, go first."""
     top, kept = os.path.realpath(root), dict[str, File]()
 
     def rank(file: File) -> tuple[int, bool, str]:
@@ -172,31 +176,31 @@ def _once(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
     return sorted(kept.values(), key=lambda file: file.name)
 
 
-def _with_text(files: list[File], data: Data, left_out: dict[str, str]) -> list[File]:
-    """The files that hold text. All local ones are looked at, of remote ones the first."""
+def _without_empty(files: list[File], data: Data, left_out: dict[str, str]) -> list[File]:
+    """The files that hold text. All local files are opened, and the first of remote files."""
 
-    def look(file: File) -> str:
-        return _why_empty(file, data) if file.is_local or file == files[0] else "empty" if file.size == 0 else ""
+    def reason(file: File) -> str:
+        return _empty_reason(file, data) if file.is_local or file == files[0] else "empty" if file.size == 0 else ""
 
     with ThreadPoolExecutor(SNIFF_THREADS) as pool:
-        reasons = {file.name: why for file, why in zip(files, pool.map(look, files), strict=True) if why}
+        reasons = {file.name: why for file, why in zip(files, pool.map(reason, files), strict=True) if why}
     left_out |= reasons
     return [file for file in files if file.name not in reasons]
 
 
-def _why_empty(file: File, data: Data) -> str:
-    """Why a file holds no text; empty if it may hold some. Raises UserError if it is no file of its kind."""
+def _empty_reason(file: File, data: Data) -> str:
+    """Why a file holds no text; "" if it may hold some. Raises UserError if it is not in its format."""
     if file.size == 0:
         return "empty"
     with open_file(file, data.cache) as stream:
         kind, compression = sniff(file, stream, data)
         if kind == "parquet":
             try:
-                return "" if row_count(kind, stream) else "no rows"
+                return "" if count_rows(kind, stream) else "no rows"
             except DAMAGED as error:
                 raise unreadable(file, error) from error
         if kind in ("lines", "text", "paragraphs"):
-            with suppress(*DAMAGED):  # the reader says where
+            with suppress(*DAMAGED):  # the reader reports where
                 text = decompressed(stream, compression).read(BLANK_BYTES + 1)
                 return "" if len(text) > BLANK_BYTES or text.removeprefix(BOM).strip() else "no text"
     return "empty" if kind == "empty" else ""

@@ -1,8 +1,8 @@
-"""Any tokenizer of sentencepiece or of the ``tokenizers`` library; T5's SentencePiece model is the default.
+"""Tokenizers of sentencepiece and of the ``tokenizers`` library; T5's SentencePiece model is the default.
 
-The ids are those of the library that owns the format. Raw sentencepiece is some ten times faster than a fast tokenizer
-built from the same model. Every document is followed by one end-of-sequence token, which no text can produce: "</s>"
-in a document is four ordinary characters.
+Each format is read by its own library. Raw sentencepiece is about ten times faster than a fast tokenizer built from the
+same model. Every document ends with one end-of-sequence token, which text cannot produce: "</s>" in a document is four
+ordinary characters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +27,39 @@ from dlr_pretrain.util.files import copy_file, read_json, write_text
 
 EOS = 1  # in T5's layout: <pad> 0, </s> 1, <unk> 2
 SPACE = "\u2581"  # as sentencepiece writes it
-CHARACTERS = 6  # per token; none of 600 documents of C4 has more on average over its first 257 tokens
-MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first of them that a folder has is taken
+CHARACTERS_PER_TOKEN = 6  # none of 600 documents of C4 has more on average over its first 257 tokens
+MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first that a folder holds is taken
 SETTINGS, SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
-ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # where no configuration says it
-PADDED_FROM, MULTIPLE = 1024, 64  # a vocabulary of at least so many is padded: matrices of odd widths are slower
+ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # if no configuration names the end
+PADDED_FROM, MULTIPLE = 1024, 64  # vocabularies from this size are padded: matrices of odd widths are slower
 
 
 class Tokenizer(ABC):
-    """Texts as ids."""
+    """Encodes texts as ids."""
 
-    path: Path  # of the model's file
-    saved_as: str  # the name of that file in a folder
+    path: Path  # of the model file
+    saved_as: str  # the name of the model file in a folder
     vocab_size: int  # one more than the largest id
     eos_id: int
-    pad_id: int  # of no meaning to the model: the end of sequence's where the tokenizer has none
-    unk_id: int | None  # of text that the tokenizer cannot express; None if there is no such text
-    fingerprint: str  # SHA-256 of what decides the ids: a model file, or the parts of a tokenizer.json; and of the end
-    _model: Any  # of the library: sentencepiece and tokenizers have no types
+    pad_id: int  # without meaning to the model; eos_id if the tokenizer has no padding
+    unk_id: int | None  # for text that the tokenizer cannot express; None if it can express any text
+    fingerprint: str  # SHA-256 of what decides the ids (a model file, or parts of a tokenizer.json) and of the end
+    _model: Any  # the library's object: sentencepiece and tokenizers have no types
 
     @abstractmethod
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, int32 [n], without an end of sequence. Uses one thread: a rank has one producer."""
+        """The ids of each text, int32 [n], without an end of sequence. Uses one thread: a rank has one producer."""
 
     def beginnings(self, longest: int) -> Tokenizer:
-        """A tokenizer whose ids of a text may end after the first ``longest``, which is faster for long texts."""
+        """A tokenizer that may return only the first ``longest`` ids of a text, which is faster for long texts."""
         return self
 
     @abstractmethod
     def token(self, id: int) -> str:
-        """The token of an id, as the vocabulary writes it."""
+        """The token of an id, as the vocabulary spells it."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, without padding and end of sequence."""
+        """The text of ids, without padding and ends of sequence."""
         return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
 
     @property
@@ -68,7 +69,7 @@ class Tokenizer(ABC):
         return {name: self.token(id) for name, id in ids.items() if id is not None}
 
     def save(self, folder: Path) -> None:
-        """Write to ``folder`` what ``load_tokenizer`` reads from there."""
+        """Write the files that ``load_tokenizer`` reads into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.resolve() != (folder / self.saved_as).resolve():
             copy_file(self.path, folder / self.saved_as)
@@ -96,7 +97,7 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {model.id_to_piece(i): i for i in range(self.vocab_size)}
         self.eos_id = _end_of_sequence(path, end, ids, own)
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
-        # Where spaces only begin tokens, the ids of a text up to a space do not depend on what follows.
+        # If spaces occur only at the start of tokens, the ids of a text up to a space do not depend on what follows.
         self._can_cut = SPACE in ids and not any(SPACE in token[1:] for token in ids)
         self._longest: int | None = None
         another_end = b"" if self.eos_id == own else self.token(self.eos_id).encode()
@@ -108,12 +109,15 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
+        encode = partial(self._model.encode, out_type="numpy", num_threads=1)
         texts = [valid_text(text) for text in texts]
-        heads = texts if self._longest is None else [_head(text, CHARACTERS * self._longest) for text in texts]
-        found = self._model.encode(heads, out_type="numpy", num_threads=1)
+        if self._longest is None:
+            return encode(texts)
+        heads = [_head(text, CHARACTERS_PER_TOKEN * self._longest) for text in texts]
+        found = encode(heads)
         for i, (text, head) in enumerate(zip(texts, heads, strict=True)):
-            if len(head) < len(text) and len(found[i]) < (self._longest or 0):
-                found[i] = self._model.encode(text, out_type="numpy", num_threads=1)
+            if len(head) < len(text) and len(found[i]) < self._longest:
+                found[i] = encode(text)
         return found
 
     def token(self, id: int) -> str:
@@ -126,7 +130,7 @@ class FastTokenizer(Tokenizer):
     saved_as = MODELS[1]
 
     def __init__(self, path: Path, end: str | None = None):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores, and may be forked
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores, and may fork
         import tokenizers
 
         self.path = path
@@ -138,11 +142,12 @@ class FastTokenizer(Tokenizer):
             raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
         self._model.no_truncation()
         self._model.no_padding()
-        self._model.encode_special_tokens = True  # as ordinary characters
-        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))  # the library changes the last
+        self._model.encode_special_tokens = True  # as ordinary text
+        # Scores are rounded, because the library changes their last digits.
+        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))
         vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
         if model.get("dropout"):
-            raise UserError(f"{path}: drops merges at random, so that no run repeats. Set its dropout to null")
+            raise UserError(f"{path}: drops merges at random, so no run can be repeated. Set its dropout to null")
         self.vocab_size = max(vocabulary.values()) + 1
         unknown = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token"))
         self.unk_id = None if model.get("byte_fallback") else unknown
@@ -157,21 +162,21 @@ class FastTokenizer(Tokenizer):
         try:
             found = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
         except Exception as error:  # the library raises plain Exceptions
-            fix = "Give the tokenizer a token for what is unknown"
+            fix = "Give the tokenizer an unknown token"
             raise UserError(f"{self.path}: cannot encode the text ({first_line(error)}). {fix}") from error
         ids = [np.array(one.ids, np.int32) for one in found]
-        return [each[each != self.eos_id] for each in ids]  # it may be a word as well, which no text may reach
+        return [each[each != self.eos_id] for each in ids]  # the end may be a word of the vocabulary as well
 
     def token(self, id: int) -> str:
         return self._model.id_to_token(id)
 
 
 def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int], own: int | None) -> int:
-    """The id of the token that ends documents: as given, as configured beside the file, the model's own, or usual."""
+    """The id of the token that ends documents: given, configured beside the file, the model's own, or a usual one."""
     usual = [token for token in ENDS if token in vocabulary]
     if given is not None and given not in vocabulary:
         fix = f"Perhaps {' or '.join(usual)}" if usual else "Name a token of its vocabulary"
-        raise UserError(f"tokenizer.eos={given}: is no token of {path}. {fix}")
+        raise UserError(f"tokenizer.eos={given}: is not a token of {path}. {fix}")
     token = given or _configured(path).get("eos_token", "")
     if token in vocabulary:
         return vocabulary[token]
@@ -184,10 +189,10 @@ def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int
 
 
 def _configured(path: Path) -> dict[str, str]:
-    """The special tokens by the configuration beside a tokenizer's file."""
+    """The special tokens that the configuration beside a tokenizer's file names."""
     tokens: dict[str, str] = {}
     for file in (SPECIALS, SETTINGS):
-        with suppress(OSError, ValueError):  # not there, or no table
+        with suppress(OSError, ValueError):  # missing, or not an object
             found = read_json(path.parent / file, {})
             texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
             tokens |= {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -195,18 +200,18 @@ def _configured(path: Path) -> dict[str, str]:
 
 
 def _head(text: str, characters: int) -> str:
-    """The text up to the last space in its first ``characters``; the whole text if it is not longer or has no space."""
+    """The text up to the last space in its first ``characters``; the whole text if it is short or has no space."""
     space = text.rfind(" ", 1, characters) if len(text) > characters else -1
     return text if space == -1 else text[:space]
 
 
 def valid_text(text: str) -> str:
-    """The text with its lone surrogates, which have no UTF-8 form, replaced by question marks."""
+    """The text with question marks instead of lone surrogates, which UTF-8 cannot express."""
     return text.encode("utf-8", "replace").decode()
 
 
 def load_tokenizer(path: Path, end: str | None = None) -> Tokenizer:
-    """The tokenizer of a file, or of a folder that holds one; ``end`` is the token that ends a document."""
+    """Load a tokenizer from a file, or from a folder that holds one. ``end`` is the token that ends a document."""
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in MODELS if (path / name).is_file()]
@@ -217,13 +222,13 @@ def load_tokenizer(path: Path, end: str | None = None) -> Tokenizer:
 
 
 def open_tokenizer(cfg: Config, source) -> Tokenizer:
-    """The tokenizer of ``tokenizer.path``, else the source's own, else that of ``tokenizer.hub``."""
+    """The tokenizer at ``tokenizer.path``, else the source's own, else the one at ``tokenizer.hub``."""
     path = cfg.tokenizer.path or source.tokenizer_path or _from_hub(cfg.tokenizer.hub)
     return load_tokenizer(Path(path), cfg.tokenizer.eos)
 
 
 def _from_hub(name: str) -> Path:
-    """The folder with the tokenizer of a repository, from the local cache if it is there."""
+    """The folder with the tokenizer of a repository on the hub, from the local cache if possible."""
     from huggingface_hub import HfApi, snapshot_download
 
     wanted = [*MODELS, SETTINGS, SPECIALS]
@@ -237,7 +242,7 @@ def _from_hub(name: str) -> Path:
 
 
 def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:
-    """Rows of a model's embedding: those of ``scale.vocab_size``, else the tokenizer's, padded where that is faster."""
+    """Rows of a model's embedding: ``scale.vocab_size``, else the tokenizer's size, padded where that is faster."""
     if (rows := cfg.scale.vocab_size) is None:
         size = tokenizer.vocab_size
         return size if size < PADDED_FROM else -(-size // MULTIPLE) * MULTIPLE

@@ -1,14 +1,13 @@
 """Pre-tokenised shards: a folder that ``scripts/prepare_data.py`` writes and ``data=tokens`` memory-maps.
 
-    manifest.json                 what they are made from, and how many they are
+    manifest.json                 what the shards are made from, and how many there are
     tokenizer/                    the tokenizer
-    train-00000-of-01024.tokens   a shard for each shard of the source, in its order; validation-... likewise
+    train-00000-of-01024.tokens   a shard for each shard of the source, in the same order; also validation-...
     train-00000-of-01024.ends     where its documents end
     train-00000-of-01024.sha256   the checksums of both, for sha256sum --check; older folders have none
 
-A shard is the ids of its documents, uint16 (int32 above 65,536 ids), each document whole and followed by its end of
-sequence. Its ends are int64 [documents + 1], of which the first is 0. Rows of the source that are left out have no
-document.
+A shard holds the ids of its documents, uint16 (int32 above 65,536 ids). Each document is followed by its end of
+sequence. The ends are int64 [documents + 1], and the first is 0. Rows of the source that are left out have no document.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dlr_pretrain.data import documents
-from dlr_pretrain.data.documents import Block, Tokens, token_dtype
-from dlr_pretrain.data.order import Piece, Place, Share, permutation
+from dlr_pretrain.data import streams
+from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, permutation, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
@@ -33,80 +31,75 @@ from dlr_pretrain.util.text import plural
 FORMAT = 4
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 TOKENS, ENDS, SUMS = ".tokens", ".ends", ".sha256"  # suffixes of a shard's files
-FOLDER: Shape = {
+MANIFEST_SHAPE: Shape = {
     "source": str, "made_from": str, "contents": {"*": str}, "tokenizer": {"sha256": str, "vocab_size": int},
     "shards": {"train": int, "validation": int},
 }  # fmt: skip
 PREPARE = "Make it with scripts/prepare_data.py"
 
 
-def file_names(split: str, count: int) -> tuple[str, ...]:
+def shard_names(split: str, count: int) -> tuple[str, ...]:
     return tuple(f"{split}-{index:05d}-of-{count:05d}{TOKENS}" for index in range(count))
 
 
 def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a shard and where its documents end, memory-mapped. Raises OSError or ValueError if it is damaged."""
-    tokens = _mapped(path, token_dtype(vocab_size))
-    ends = _mapped(path.with_suffix(ENDS), np.int64)
+    """The memory-mapped ids and document ends of a shard. Raises OSError or ValueError if it is damaged."""
+    tokens = _memory_map(path, token_dtype(vocab_size))
+    ends = _memory_map(path.with_suffix(ENDS), np.int64)
     if not len(ends) or ends[-1] != len(tokens):
         raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ENDS} counts another number")
     return tokens, ends
 
 
-def check_sums(path: Path) -> None:
-    """Raise ValueError if the files of the shard at ``path`` are not what was written, by their checksums."""
+def verify_checksums(path: Path) -> None:
+    """Raise ValueError if the checksums of the shard at ``path`` do not match its files."""
     sums = path.with_suffix(SUMS)
     if sums.exists() and sums.read_bytes() != checksums(path, path, path.with_suffix(ENDS)):
         raise ValueError("it fails its checksum")
 
 
 def checksums(path: Path, tokens: Path, ends: Path) -> bytes:
-    """Those of the shard at ``path``, whose files are ``tokens`` and ``ends`` now, as sha256sum writes them."""
+    """The checksums of the shard at ``path`` as sha256sum writes them; its files are now at ``tokens`` and ``ends``."""
     files = {tokens: path.name, ends: path.with_suffix(ENDS).name}
     return "".join(f"{sha256_of(file)}  {name}\n" for file, name in files.items()).encode()
 
 
-def _beyond(ids: np.ndarray, vocab_size: int) -> bool:
-    """Whether an id is negative, or not of the vocabulary."""
-    return ids.view(f"u{ids.itemsize}").max(initial=0) >= vocab_size
-
-
-def _mapped(path: Path, dtype: type) -> np.ndarray:
+def _memory_map(path: Path, dtype: type) -> np.ndarray:
     with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # no empty file can be mapped
+        if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
             return np.empty(0, dtype)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)  # np.memmap takes longer
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)  # np.memmap is slower
 
 
 class TokenSource:
-    """A folder of pre-tokenised shards: a source without texts. Opening it checks that it is whole."""
+    """A folder of pre-tokenised shards: a source without texts. The constructor checks that no shard is missing."""
 
     version: str | None = None
     remark = ""
-    order, slack = "tokens 2", 0.0  # a run resumes only in the order that it has; no cut is moved
+    order, slack = "tokens 2", 0.0  # see ``TextSource``; no cut is moved
 
     def __init__(self, root: Path, fix: str = f"{PREPARE} again: it keeps the sound shards"):
-        self.root, self.fix = root, fix  # the fix of a shard that is damaged
+        self.root, self.fix = root, fix  # the fix for a damaged shard
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
-        self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # both of the text's source
+        self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # of the source of the text
         self.contents: dict[str, str] = manifest["contents"]
         about, shards = manifest["tokenizer"], manifest["shards"]
         self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
-        self.train_shards = file_names("train", shards["train"])
-        self.validation_shards = file_names("validation", shards["validation"])
+        self.train_shards = shard_names("train", shards["train"])
+        self.validation_shards = shard_names("validation", shards["validation"])
         for name in self.validation_shards:
             self.shard(name)
         self._sizes = [[len(part) for part in self.shard(name)] for name in self.train_shards]
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a shard, and where its documents end."""
-        with self._named(name) as path:
+        with self._naming_shard(name) as path:
             return open_shard(path, self.vocab_size)
 
     @contextmanager
-    def _named(self, name: str) -> Iterator[Path]:
-        """The path of a shard. Errors that reading it raises become UserErrors that name it."""
+    def _naming_shard(self, name: str) -> Iterator[Path]:
+        """The path of a shard. Within this context, errors of reading it become UserErrors that name it."""
         path = self.root / name
         try:
             with naming(path):
@@ -116,45 +109,44 @@ class TokenSource:
         except ValueError as error:
             raise UserError(f"{path}: damaged or foreign: {error}. {self.fix}") from error
 
-    def check(self) -> None:
-        """Raise UserError if a shard is not what was written, which takes as long as reading all of them."""
+    def verify(self) -> None:
+        """Read all shards. Raise UserError if one does not match its checksums."""
         for name in (*self.train_shards, *self.validation_shards):
-            with self._named(name) as path:
-                check_sums(path)
+            with self._naming_shard(name) as path:
+                verify_checksums(path)
 
     def sizes(self, packed: bool) -> list[int]:
-        """The size of each training shard, in tokens if ``packed``, else in documents."""
         return [tokens if packed else ends - 1 for tokens, ends in self._sizes]
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
-        """The blocks of a share in a seeded order, from the block at ``start`` on, each with its place.
+        """Yields the blocks of a share in a seeded order, from the block at ``start`` on, each with its place.
 
-        A block is a run of documents of the share. A share of tokens may begin or end inside of a document.
+        A block is a run of documents of the share. A share of tokens may begin or end within a document.
         """
         self._require(tokenizer)
-        spans = [self._span(piece, share.packed) for piece in share.pieces]
+        spans = [self._documents_of(piece, share.packed) for piece in share.pieces]
         before = np.cumsum([0, *(last - first for _, first, last in spans)])
-        order = permutation(-(-int(before[-1]) // documents.BLOCK_DOCUMENTS), *share.key).tolist()
+        order = permutation(-(-int(before[-1]) // streams.BLOCK_DOCUMENTS), *share.key).tolist()
         for number in range(start[1], len(order)):
-            low = documents.BLOCK_DOCUMENTS * order[number]
-            high = low + documents.BLOCK_DOCUMENTS
+            low = streams.BLOCK_DOCUMENTS * order[number]
+            high = low + streams.BLOCK_DOCUMENTS
             parts = [
                 (piece, first + max(0, low - begin), min(last, first + high - begin))
                 for (piece, first, last), begin in zip(spans, before.tolist(), strict=False)
                 if begin < high and begin + last - first > low
             ]
-            where = np.concatenate([self._places(*part, share.packed) for part in parts])
+            where = np.concatenate([self._bounds(*part, share.packed) for part in parts])
             yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
 
-    def _span(self, piece: Piece, packed: bool) -> tuple[Piece, int, int]:
-        """A piece, its first document, and the one after its last."""
+    def _documents_of(self, piece: Piece, packed: bool) -> tuple[Piece, int, int]:
+        """A piece, its first document, and the document after its last."""
         if not packed:
             return piece, piece.begin, piece.end
         ends = self.shard(self.train_shards[piece.shard])[1]
         first = int(np.searchsorted(ends, piece.begin, "right")) - 1
         return piece, first, int(np.searchsorted(ends, piece.end, "left"))
 
-    def _places(self, piece: Piece, first: int, last: int, packed: bool) -> np.ndarray:
+    def _bounds(self, piece: Piece, first: int, last: int, packed: bool) -> np.ndarray:
         """The shard, begin and end of some documents, int64 [n, 3], cut where the piece ends."""
         ends = self._ends(self.train_shards[piece.shard], first, last)
         if packed:
@@ -164,75 +156,72 @@ class TokenSource:
     def _ends(self, name: str, first: int, last: int) -> np.ndarray:
         """Where some documents of a shard begin and end."""
         ends = np.array(self.shard(name)[1][first : last + 1])
-        with self._named(Path(name).with_suffix(ENDS).name):
+        with self._naming_shard(Path(name).with_suffix(ENDS).name):
             if (np.diff(ends) < 1).any() or ends[0] < 0 or (first == 0 and ends[0] > 0):
                 raise ValueError(f"the ends of documents {first:,} to {last:,} do not ascend")
         return ends
 
-    def _require_ids(self, name: str, ids: np.ndarray, begin: int) -> None:
-        """Raise UserError if ``ids``, from ``begin`` on in a shard, are not all of the vocabulary.
+    def _require_ids(self, ids: np.ndarray, begin: int) -> None:
+        """Raise ValueError if ``ids``, from ``begin`` on in a shard, are not all in the vocabulary.
 
         A GPU would end with an assertion of its own.
         """
-        if _beyond(ids, self.vocab_size):
+        if ids.view(f"u{ids.itemsize}").max(initial=0) >= self.vocab_size:  # a negative id is a large one, too
             at = next(i for i, id in enumerate(ids.tolist()) if not 0 <= id < self.vocab_size)
-            with self._named(name):
-                raise ValueError(f"token {begin + at:,} is {ids[at]}, beyond the vocabulary of {self.vocab_size:,}")
+            raise ValueError(f"token {begin + at:,} is {ids[at]}, beyond the vocabulary of {self.vocab_size:,}")
 
     def _take(self, where: np.ndarray, eos_id: int, numbers: np.ndarray) -> Tokens:
-        """The documents with these numbers of a block; one that is cut off ends with </s> instead of its last token."""
+        """The documents with these numbers of a block. </s> replaces the last token of a document that is cut off."""
         chosen, parts = where[numbers], [np.empty(0)] * len(numbers)
         for shard in np.unique(chosen[:, 0]).tolist():
-            with self._named(self.train_shards[shard]) as path:
-                mapped = _mapped(path, token_dtype(self.vocab_size))  # anew: pages that stay mapped count as memory
+            with self._naming_shard(self.train_shards[shard]) as path:
+                mapped = _memory_map(path, token_dtype(self.vocab_size))  # anew: pages that stay mapped count as memory
                 for at in np.flatnonzero(chosen[:, 0] == shard).tolist():
                     _, begin, end = chosen[at].tolist()
                     parts[at] = mapped[begin:end]
                     if len(parts[at]) < end - begin:
                         raise ValueError(f"it has {len(mapped):,} ids, and there were more")
+                    self._require_ids(parts[at], begin)
         tokens = np.concatenate(parts)
-        if _beyond(tokens, self.vocab_size):
-            for (shard, begin, _), part in zip(chosen.tolist(), parts, strict=True):
-                self._require_ids(self.train_shards[shard], part, begin)
         after = np.cumsum(chosen[:, 2] - chosen[:, 1])
         tokens[after - 1] = eos_id
         return Tokens(tokens, np.concatenate(([0], after[:-1])))
 
     def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
-        """The documents for validation in their order, some at a time."""
+        """Yields the validation documents in their order, some at a time."""
         self._require(tokenizer)
         for name in self.validation_shards:
             tokens, ends = self.shard(name)
-            for at in range(0, len(ends) - 1, documents.CHUNK_DOCUMENTS):
-                some = self._ends(name, at, at + documents.CHUNK_DOCUMENTS)
+            for at in range(0, len(ends) - 1, streams.CHUNK_DOCUMENTS):
+                some = self._ends(name, at, at + streams.CHUNK_DOCUMENTS)
                 chunk = np.array(tokens[some[0] : some[-1]])
-                self._require_ids(name, chunk, int(some[0]))
+                with self._naming_shard(name):
+                    self._require_ids(chunk, int(some[0]))
                 yield Tokens(chunk, some[:-1] - some[0])
 
     def _require(self, tokenizer: Tokenizer) -> None:
-        """Raise UserError unless the shards are of this tokenizer."""
+        """Raise UserError unless the shards were made with this tokenizer."""
         if tokenizer.fingerprint != self._sha256:
             rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
             raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
 
     def describe(self) -> str:
-        """One line for the console."""
         tokens, documents = (sum(self.sizes(packed)) for packed in (True, False))
         return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
 
 
 def read_manifest(root: Path) -> dict:
-    """What a folder of tokens holds. Raises UserError if it is none, or one of another format."""
+    """The manifest of a folder of tokens. Raises UserError if it is missing, damaged or in another format."""
     path = root / MANIFEST
     try:
         manifest = read_json(path, {"format": int})
         rule = f"shards of format {manifest['format']}, and this version reads format {FORMAT}"
         if manifest["format"] == FORMAT:
-            if not (wrong := misfit(manifest, FOLDER)):
+            if not (wrong := misfit(manifest, MANIFEST_SHAPE)):
                 return manifest
             rule = f"damaged ({wrong})"
     except FileNotFoundError:
-        raise UserError(f"data.root={root}: no {MANIFEST}, so no folder of tokens. {PREPARE}") from None
+        raise UserError(f"data.root={root}: has no {MANIFEST}, so it is not a folder of tokens. {PREPARE}") from None
     except OSError as error:
         raise file_error(error) from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a command line means, and what it is told when it means nothing."""
+"""What a command line means, and how mistakes are reported."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_idle_overrides_keep_the_run_directory():
     assert config(*SMALL, *idle).run.dir == name
     assert config(*SMALL, "train.steps=301").run.dir.startswith(f"{name}-")
     assert config(*SMALL, "run.dir=mine").run.dir == "mine"
-    # a run that is resumed by a later version must find its directory
+    # a later version must find the directory of a run
     assert config("scale=1b", "train.lr=1e-3", "seed=7").run.dir == "runs/1b-lowrank-dlr_off-s7-lr0.001-590ae857"
     assert config().run.dir == "runs/60m-lowrank-dlr_off-s42"
 
@@ -76,12 +76,12 @@ def test_a_path_in_another_spelling_is_the_same_run(key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
     words = ["scale=tiny", "data=local", "data.root=.", "logger=jsonl"]
-    assert config(*words, f"{key}=./x//.") == config(*words, f"{key}=x")  # name and identity among it
+    assert config(*words, f"{key}=./x//.") == config(*words, f"{key}=x")  # including name and identity
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder of options and recipes of one's own, for --config-dir."""
+    """A folder of a user's own options and recipes, for --config-dir."""
     files = {
         "backbone/gated.yaml": "defaults: [lowrank, _self_]\n_target_: gated.Options\nname: gated\ngate: 0.5\n",
         "backbone/strange.yaml": "_target_: json.JSONDecoder\nname: strange\n",
@@ -104,7 +104,7 @@ def own(tmp_path, monkeypatch):
     return f"--config-dir={tmp_path}"
 
 
-def test_options_and_recipes_of_ones_own(own):
+def test_a_users_own_options_and_recipes_work(own):
     cfg = config(own, *SMALL, "backbone=gated", "backbone.gate=1")
     written, plain = to_dict(cfg), to_dict(config(*SMALL))
     assert written["backbone"] == plain["backbone"] | {"_target_": "gated.Options", "name": "gated", "gate": 1.0}
@@ -114,7 +114,7 @@ def test_options_and_recipes_of_ones_own(own):
         "backbone.gate=-1: must be a number of at least 0 (of the latent)",
     ]
     (said,) = problems(own, *SMALL, "backbone=strange")
-    assert said.startswith("backbone._target_=json.JSONDecoder: is no subclass of BackboneOptions")
+    assert said.startswith("backbone._target_=json.JSONDecoder: is not a subclass of BackboneOptions")
     (said,) = problems(own, *SMALL, "backbone=gone")
     assert said.startswith("backbone._target_=no_such_package.Options: cannot be imported") and "PYTHONPATH" in said
     for words in ([own], [f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]"]):
@@ -163,7 +163,7 @@ def train_py(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def stub(tmp_path):
-    """``stub(act, *words)`` is a command whose run is ``act(cfg)``, in a fork of this process: no imports."""
+    """``stub(act, *words)`` is a command whose run is ``act(cfg)``, in a fork of this process, without imports."""
 
     def command(act: Callable[[Config], object], *argv: str, **env: str) -> subprocess.CompletedProcess:
         def start() -> None:
@@ -184,7 +184,7 @@ def stub(tmp_path):
 
 
 def ends(error: BaseException, seed: int | None = None) -> Callable[[Config], float]:
-    """A run that ends with ``error``, if it is that of ``seed``, or gives half of its seed."""
+    """A run that raises ``error``, for ``seed`` only if given, or else returns half of its seed."""
 
     def act(cfg: Config) -> float:
         if seed in (None, cfg.seed):
@@ -195,7 +195,7 @@ def ends(error: BaseException, seed: int | None = None) -> Callable[[Config], fl
 
 
 def well(_: Config) -> None:
-    """A run that ends well."""
+    """A run that succeeds."""
 
 
 def test_help_is_one_screen_and_waits_for_no_torch(tmp_path):
@@ -247,7 +247,7 @@ def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_made_longer_is_told_the_two_ways_on(stub, tmp_path):
+def test_a_longer_run_is_told_how_to_continue(stub, tmp_path):
     short = config("scale=tiny", "seed=5")
     (folder := tmp_path / short.run.dir).mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"identity": identity(short), "starts": []}))
@@ -270,7 +270,7 @@ def test_a_sweep_goes_on_after_a_job_that_diverges(stub, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_an_output_that_lacks_a_letter_gets_its_number(tmp_path, encoding):
+def test_an_unencodable_letter_is_printed_as_a_number(tmp_path, encoding):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dlr_pretrain.cli import main; "
     code += "sys.exit(main(lambda cfg: print(cfg.run.dir)))"
     for word, said in (("run.dir='a\u2014'", "a\\u2014\n"), ("backbone='\u2014'", "error: backbone=\\u2014: must be")):
@@ -280,8 +280,8 @@ def test_an_output_that_lacks_a_letter_gets_its_number(tmp_path, encoding):
         assert (done.stdout + done.stderr).startswith(said)
 
 
-def test_a_sweeper_is_told_each_jobs_result(stub, tmp_path):
-    """As Optuna's is: a callback of Hydra sees what a sweeper sees."""
+def test_a_sweeper_receives_each_jobs_result(stub, tmp_path):
+    """As Optuna does: a callback of Hydra sees the same results as a sweeper."""
     (tmp_path / "said.py").write_text(
         "from hydra.experimental.callback import Callback\n"
         "class Said(Callback):\n"
@@ -292,7 +292,7 @@ def test_a_sweeper_is_told_each_jobs_result(stub, tmp_path):
     assert [line for line in done.stdout.splitlines() if "result" in line] == ["result 0.5", "result inf", "result 1.5"]
 
 
-def test_an_error_is_a_line_and_a_code_and_a_bug_a_traceback(stub, tmp_path):
+def test_an_error_is_a_line_and_a_bug_a_traceback(stub, tmp_path):
     for error, code, said in (
         (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
         (Stopped("stopped after step 7"), 75, "stopped after step 7\n"),
@@ -309,7 +309,7 @@ def test_an_error_is_a_line_and_a_code_and_a_bug_a_traceback(stub, tmp_path):
     assert (done.returncode, done.stderr) == (3, "") and "UserError: no disk" in record.read_text()
 
 
-def test_completion_still_works(tmp_path):
+def test_completion_works(tmp_path):
     done = train_py("-sc", "query=bash", cwd=tmp_path, COMP_LINE="train.py backbone=", COMP_POINT="18")
     assert {f"backbone={path.stem}" for path in (CONFIG_DIR / "backbone").glob("*")} <= set(done.stdout.split())
 

@@ -1,4 +1,4 @@
-"""What a command line is told that means nothing, cannot be, or would be ignored: key, value, rule and fix."""
+"""Messages for keys and values that do not exist, are invalid or would be ignored: key, value, rule and fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KNOWN = {*GROUPS, *all_keys(to_dict(load(["backbone=cola"], machine=False)))}
 refusal = partial(problems, *SMALL)
 
 
-MISTAKES = {  # a command line, and what the one line about it names
+MISTAKES = {  # a command line, and parts of its one-line message
     # keys that do not exist
     "+train.lrr=1": ["train.lrr=1: no such key", "Did you mean train.lr?"],
     "train=5": ["train=5: a section", "train.steps"],
@@ -48,7 +48,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
     "--local-rank=0": ["--local-rank=0: not a flag", "torchrun --nproc-per-node <GPUs> train.py"],
     "hydra.job.chdir=true": ["hydra.job.chdir=true: would move relative paths"],
-    # slips of the keyboard, which would make a check hang
+    # typing errors that would make a check hang
     "data.streams=1000000000000": ["data.streams=1000000000000", "at most 1048576"],
     "train.micro_batch=1000000000000": ["train.micro_batch=1000000000000", "at most 1048576"],
     "train.seq_len=1e15": ["train.seq_len=1000000000000000.0", "at most 1048576"],
@@ -73,9 +73,9 @@ MISTAKES = {  # a command line, and what the one line about it names
     "data.packing=pad eval.packing=pad data.mask_documents=true": [
         "would be ignored: data.packing=pad and eval.packing=pad"
     ],
-    "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
+    "run.start_optimizer=true": ["run.start_optimizer=true", "Set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],
-    "train.steps=3 train.warmup_ratio=0.9": ["train.warmup_ratio=0.9: makes 3 steps", "below train.steps=3"],
+    "train.steps=3 train.warmup_ratio=0.9": ["train.warmup_ratio=0.9: gives 3 warm-up steps", "below train.steps=3"],
     "train.warmup_steps=300": ["train.warmup_steps=300", "below train.steps=300"],
     "checkpoint.keep_every=250": ["checkpoint.keep_every=250", "checkpoint.every=100. Try 200"],
     "data.bad_rows=skip": ["data.bad_rows=skip: would be ignored: data=sample. Leave it out"],
@@ -95,7 +95,7 @@ MISTAKES = {  # a command line, and what the one line about it names
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_told_with_its_fix(line, monkeypatch):
+def test_a_mistake_is_reported_with_its_fix(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [line] if "{" in line else line.split()
     (found,) = refusal(*words)
@@ -109,7 +109,7 @@ def test_documents_are_masked_where_training_or_evaluation_packs(data, evaluatio
 
 
 @pytest.mark.parametrize("value", ["None", "none", "NONE", "'null'", "~", "", "''", "' '"])
-def test_null_has_no_other_spelling_and_no_text_is_empty(value):
+def test_null_has_one_spelling_and_text_is_not_empty(value):
     plain = value.strip("'")
     may_be_null = {name: optional for name, (kind, _, optional) in SETTABLE.items() if optional or kind is str}
     names = [name for name, optional in may_be_null.items() if optional or not plain.strip()]
@@ -119,7 +119,7 @@ def test_null_has_no_other_spelling_and_no_text_is_empty(value):
         assert ". Write null" in problem or not may_be_null[name]
 
 
-def test_all_mistakes_of_a_command_line_are_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     argv = ["+scal=tiny", "+backbone=colla", "train.lrr=1", "train.steps=many", "--compile=no", "train.clip=-1"]
     found = refusal(*argv)
     named = ["backbone", "--compile=no", "train.lrr", "scal", "train.steps", "train.clip"]
@@ -148,14 +148,14 @@ def test_the_shards_must_divide_the_ranks(monkeypatch):
     )
 
 
-def test_nearest_key():
+def test_the_nearest_key_is_found():
     near = {"train.LR": "train.lr", "eval.steps": "train.steps", "scale.hidden": "scale.hidden_size", "xyz": "",
             "optimizer.lr": "train.lr", "train.seed": "seed", "train.weight_decay": "optimizer.weight_decay",
             "train.foo": ""}  # fmt: skip
     assert {name: nearest(name, KNOWN) for name in near} == near
 
 
-def test_what_users_of_other_trainers_type_leads_to_our_keys():
+def test_keys_of_other_trainers_lead_to_ours():
     assert {meant for meant in synonyms().values() if " " not in meant} <= KNOWN | {"cuda"}
     assert not set(synonyms()) & KNOWN
     assert len(synonyms()) > 70
@@ -164,13 +164,13 @@ def test_what_users_of_other_trainers_type_leads_to_our_keys():
             assert nearest(name if "." in name else f"train.{name}", KNOWN) == key
 
 
-def test_packages_are_asked_for(monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (found,) = refusal("optimizer=adamw_8bit")
     assert "needs the package torchao" in found and "or optimizer=adamw" in found
 
 
-def test_what_can_be_is_accepted():
+def test_valid_combinations_are_accepted():
     for words in (
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",

@@ -90,7 +90,7 @@ def compose(*words: str) -> Config:
 
 
 def settings(*words: str) -> dict[str, object]:
-    """Every key that takes part in the training, beside the warm-up that follows from them."""
+    """Every key that affects the training, and the resulting warm-up."""
     cfg = compose(*words)
     values = flatten(to_dict(cfg))
     del values["run.dir"]
@@ -130,8 +130,8 @@ def test_an_unpublished_learning_rate_is_asked_for():
         compose("scale=1b", "experiment=table1/lowrank_authors")
 
 
-MASTERS = {"precision.name": "bf16_mixed", "optimizer.name": "adamw"}  # where pure bf16 would round the ablation away
-ABLATIONS = {  # what a row changes of its control, beside the name of the option
+MASTERS = {"precision.name": "bf16_mixed", "optimizer.name": "adamw"}  # pure bf16 would round the ablation away
+ABLATIONS = {  # what a row changes from its control, except the name of the option
     ("rank", "rank x 0.5"): {"backbone.rank": 256},
     ("rank", "rank x 0.75"): {"backbone.rank": 384},
     ("variance", "without correction"): {"dlr.variance_correction": False},

@@ -35,15 +35,15 @@ def cfg(tree) -> Config:
     return parse(tree)
 
 
-def test_the_page_of_keys_is_that_of_the_code():
+def test_the_page_of_keys_is_up_to_date():
     page = runpy.run_path(str(ROOT / "docs/configuration.py"))["page"]
     assert (ROOT / "docs/configuration.md").read_text() == page(), "run docs/configuration.py > docs/configuration.md"
 
 
 def test_a_configuration_is_read_as_it_was_written(loaded, tree):
     assert parse(tree) == loaded
-    tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None}  # of a variable: ${oc.env:LR}
-    tree["eval"] |= {"tokens": 2**53 + 1}  # which no float holds
+    tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None}  # from a variable: ${oc.env:LR}
+    tree["eval"] |= {"tokens": 2**53 + 1}  # no float can hold it
     tree["logger"] |= {"project": "007", "tags": "one"}
     cfg = parse(tree)
     got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.logger.project, cfg.logger.tags
@@ -58,12 +58,12 @@ def test_a_configuration_is_read_as_it_was_written(loaded, tree):
     ("data", "train_files", "./a//**/", "./a//**/"),  # a glob
     ("run", "dir", "None", "None"),  # a folder may have this name
 ])  # fmt: skip
-def test_a_path_leads_where_it_led(tree, section, name, given, kept):
+def test_a_path_keeps_its_target(tree, section, name, given, kept):
     tree[section][name] = given
     assert to_dict(parse(tree))[section][name] == kept
 
 
-def test_a_recorded_path_in_another_spelling_is_no_difference(cfg):
+def test_another_spelling_of_a_path_is_not_a_difference(cfg):
     cfg.run.start_from = "x"
     here = identity(cfg)
     assert differences(here | {"run.start_from": "./x/"}, here) == {}
@@ -83,8 +83,8 @@ def test_derived_values(cfg):
     assert cfg.micro_batch(2) == 4
 
 
-def test_lists_of_keys_elsewhere_name_keys_that_there_are():
-    """Of a key that is renamed, they would say nothing."""
+def test_lists_of_keys_name_existing_keys():
+    """Otherwise a renamed key would silently drop out of them."""
     files = itertools.product(*((CONFIG_DIR / group).glob("*.yaml") for group in ("backbone", "optimizer")))
     trees = ({path.parent.name: yaml.safe_load(path.read_text()) for path in pair} for pair in files)
     own = {name for tree in trees for name in all_keys(tree)}
@@ -96,11 +96,11 @@ def test_lists_of_keys_elsewhere_name_keys_that_there_are():
 def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "there is no gcc or clang. Use compile=false, or set CC" in str(compiler_problem(cfg, "cuda"))
+    assert "(gcc or clang), which is not installed. Use compile=false, or set CC" in str(compiler_problem(cfg, "cuda"))
     (tmp_path / "clang").touch(mode=0o755)
     assert compiler_problem(cfg, "cuda") is None
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "there is no no-such-compiler" in str(compiler_problem(cfg, "cpu"))
+    assert "needs a compiler (no-such-compiler)" in str(compiler_problem(cfg, "cpu"))
     cfg.compile = False
     assert compiler_problem(cfg, "cpu") is None
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import prepare
-from dlr_pretrain.data.order import permutation
+from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.train.ranks import Ranks

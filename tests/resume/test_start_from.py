@@ -66,7 +66,7 @@ def test_an_exported_folder_computes_what_it_did(train, words, tmp_path):
     new = train(tmp_path / "new", *common, "dlr=off", start, "train.steps=3")
     assert read_metrics(new / "metrics.jsonl")[0]["eval/loss"] == pytest.approx(last, abs=1e-6)  # update 0 has rate 0
     for choice in (("dlr=on", "precision=bf16"), ("dlr=no_b",), ("dlr=init_offset",)):
-        with pytest.raises(ConfigError, match=r"run\.start_from=.*: (takes the residual|cannot start|gives B its)"):
+        with pytest.raises(ConfigError, match=r"run\.start_from=.*: (takes the residual|cannot start|sets B to)"):
             load(words("backbone=cola", *choice, start))
 
 

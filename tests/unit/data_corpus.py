@@ -23,7 +23,7 @@ from dlr_pretrain import config
 from dlr_pretrain.config.command_line import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, file_names
+from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, shard_names
 
 NASTY = [
     "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
@@ -47,7 +47,7 @@ def composed(data: str) -> DictConfig:
 
 
 def make_config(data: str = "c4_local", **keys) -> config.Config:
-    """A configuration of the smallest scale, not checked by the rules; ``train__seq_len=8`` sets train.seq_len."""
+    """A configuration of the smallest scale, without the rules; ``train__seq_len=8`` sets train.seq_len."""
     tree = composed(data).copy()
     for name, value in keys.items():
         OmegaConf.update(tree, name.replace("__", "."), str(value) if isinstance(value, Path) else value)
@@ -59,7 +59,7 @@ def lines_of(texts) -> bytes:
 
 
 def write_table(path: Path, columns: dict, rows: int | None = None) -> None:
-    """A table by its suffix: .parquet, .arrow (a stream) or .file.arrow; so many rows a group (all) or batch (2)."""
+    """Write a table by suffix: .parquet, .arrow (a stream) or .file.arrow; ``rows`` per group (all) or batch (2)."""
     made = pyarrow.table(columns)
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(made, path, row_group_size=rows)
@@ -79,7 +79,7 @@ def write_shards(folder: Path, shards: list[list[str]], split: str = "train", pr
 
 
 class LetterTokenizer:
-    """A token a character, so that a sequence shows which documents it holds."""
+    """One token per character: a sequence shows which documents it holds."""
 
     pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
     fingerprint = path = "letters"
@@ -92,7 +92,7 @@ class LetterTokenizer:
 
 
 class MemorySource(TextSource):
-    """Shards that are lists of texts."""
+    """A source whose shards are lists of texts."""
 
     tokenizer_path = None
     validation_shards = ()
@@ -115,7 +115,7 @@ class MemorySource(TextSource):
 
 
 def corpus(shards: int, documents: int) -> list[list[str]]:
-    """Distinct documents of varied length; each begins with a character of its own."""
+    """Distinct documents of varied length, each of which begins with its own character."""
     names = iter(range(0x4E00, 0x4E00 + shards * documents))
     return [[chr(name) + "x" * ((7 * name) % 23) for name in (next(names) for _ in range(documents))]
             for _ in range(shards)]  # fmt: skip
@@ -129,12 +129,12 @@ def documents_of(chunks) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=None):
-    """The global batches of the next steps, as one would see them with all ranks side by side.
+    """The global batches of the next steps, joined over all ranks.
 
     Returns a list of (inputs, targets, real tokens, state), the tensors concatenated and the states merged over ranks.
     """
     out = []
-    with ExitStack() as opened:  # no thread is left behind where one fails
+    with ExitStack() as opened:  # no thread survives a failure
         ranks = (TrainLoader(cfg, source, tokenizer, rank, world_size, state) for rank in range(world_size))
         loaders = [opened.enter_context(closing(loader)) for loader in ranks]
         for _ in range(steps):
@@ -154,12 +154,12 @@ def same(a, b) -> bool:
 
 
 def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
-    """The source of tokens with these texts, by the LetterTokenizer."""
+    """A token source of these texts, by the LetterTokenizer."""
     tokenizer = LetterTokenizer()
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     manifest = {"format": FORMAT, "source": "", "made_from": "letters", "contents": {}, "tokenizer": about}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"shards": {"train": len(shards), "validation": 0}}))
-    for name, texts in zip(file_names("train", len(shards)), shards, strict=True):
+    for name, texts in zip(shard_names("train", len(shards)), shards, strict=True):
         ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]
         np.concatenate([np.empty(0, int), *ids]).astype(np.uint16).tofile(folder / name)
         np.cumsum([0, *map(len, ids)]).tofile((folder / name).with_suffix(ENDS))

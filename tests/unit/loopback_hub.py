@@ -1,4 +1,4 @@
-"""A hub on the loopback: as much of the Hugging Face hub's protocol as its clients use, with trouble on demand."""
+"""A local hub: the part of the Hugging Face hub's protocol that its clients use, with failures on demand."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Hub:
         self.gated = False
         self.retry_after = "0"
         self.ranges = 0  # that were asked for
-        self.told: list[str] = []  # trouble that was made
+        self.told: list[str] = []  # failures that occurred
 
     def random_trouble(self, seed: int, share: float) -> None:
-        """Trouble for ``share`` of the requests, of every kind in turn, in a random order."""
+        """A ``share`` of the requests fails, in every way in turn, in a random order."""
         rng, lock, deck = random.Random(seed), threading.Lock(), []
 
         def trouble(path: str, first: int) -> str | None:
@@ -149,7 +149,7 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_):
-        pass  # a connection that trouble has broken
+        pass  # the connection was broken on purpose
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def serving(hub: Hub) -> Iterator[str]:
 
 @contextmanager
 def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
-    """The hub is the one that this process knows, with moments where there are seconds and minutes."""
+    """This process uses ``hub`` as its hub, with waits of milliseconds."""
     from huggingface_hub import HfFileSystem, constants, file_download
     from huggingface_hub.utils import _http
 
@@ -176,7 +176,7 @@ def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)  # a copy, before 1.0
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", STALL_SECONDS)
         monkeypatch.setattr(_http.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
-        for name, seconds in {"FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05, "PATIENCE": 20.0}.items():
+        for name, seconds in {"FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05, "RETRY": 20.0}.items():
             monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         HfFileSystem.clear_instance_cache()

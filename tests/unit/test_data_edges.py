@@ -20,7 +20,7 @@ from dlr_pretrain.util.errors import UserError
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("link", ["../../evil.jsonl", "..%2f..%2fevil.jsonl", "a/%2e%2e/%2e%2e/evil.jsonl"])
-def test_a_link_of_a_server_does_not_lead_out_of_the_cache(tmp_path, link):
+def test_a_servers_link_cannot_leave_the_folder(tmp_path, link):
     class Index(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -33,13 +33,13 @@ def test_a_link_of_a_server_does_not_lead_out_of_the_cache(tmp_path, link):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         root = f"http://127.0.0.1:{server.server_port}/c4/"
         with pytest.raises(UserError, match="leads out of its folder"):
-            list(files.below(root))
+            list(files.files_below(root))
         server.shutdown()
 
 
 @pytest.mark.parametrize("pattern", [None, "*.jsonl", "**/*.jsonl"])
 def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pattern):
-    """Permissions do not bind root, which tests may run as: the error comes from here."""
+    """The error is patched in, because tests may run as root, whom permissions do not bind."""
     for name in ("a.jsonl", "sub/b.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n')
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pa
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     with pytest.raises(UserError, match=r"cannot be listed, and may hold text: Permission denied"):
-        list(files.find(str(tmp_path), pattern) if pattern else files.below(str(tmp_path)))
+        list(files.find_files(str(tmp_path), pattern) if pattern else files.files_below(str(tmp_path)))
 
 
 @pytest.mark.parametrize("planted", ["link", "open"])
@@ -70,7 +70,7 @@ def test_a_planted_cache_is_not_used(tmp_path, monkeypatch, planted):
         folder.symlink_to(tmp_path / "theirs")
     else:
         folder.chmod(0o777)
-    with pytest.raises(UserError, match=r"what lies there may be planted.*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"content may be planted.*XDG_CACHE_HOME"):
         files.user_cache()
 
 
@@ -88,7 +88,7 @@ def test_a_sample_whose_files_were_purged_is_made_again(tmp_path, monkeypatch, l
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(gunzip, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(gunzip, "MAX_LINE_BYTES", 1 << 20)
     line = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
     if name.endswith(".zst"):
         zstandard = pytest.importorskip("zstandard")
@@ -101,9 +101,9 @@ def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("key", ["data.root", "data.train_files"])
-def test_a_server_that_is_away_is_named_and_no_disk(words, monkeypatch, key):
-    """Errors of sockets are OSErrors as well, and name no file."""
-    monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.0)
+def test_an_unreachable_server_is_not_called_a_disk_error(words, monkeypatch, key):
+    """Socket errors are OSErrors as well, but name no file."""
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
     address = "http://127.0.0.1:9/c4" + ("/a.jsonl" if key == "data.train_files" else "")
     given = [word for word in words() if not word.startswith("data")]
     cfg = load([*given, "data=local", f"{key}={address}"])
@@ -113,7 +113,7 @@ def test_a_server_that_is_away_is_named_and_no_disk(words, monkeypatch, key):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
-def test_a_disk_that_fails_under_a_shard_is_no_damage_of_it(tmp_path, monkeypatch, name):
+def test_a_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n') if name.endswith(".gz") else b'{"text": "a"}\n')
     source = open_source(make_config("local", data__root=tmp_path))
 
@@ -128,9 +128,9 @@ def test_a_disk_that_fails_under_a_shard_is_no_damage_of_it(tmp_path, monkeypatc
         list(source.read(source.train_shards[0]))
 
 
-def test_a_server_that_is_silent_is_told_of(monkeypatch, capfd):
-    monkeypatch.setattr(files, "FIRST_TOLD_SECONDS", 0.0)
-    monkeypatch.setattr(files, "TOLD_SECONDS", 0.01)
+def test_a_silent_server_is_reported(monkeypatch, capfd):
+    monkeypatch.setattr(files, "FIRST_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(files, "NOTE_SECONDS", 0.01)
     told = threading.Event()
     monkeypatch.setattr(files, "write_to_stderr", lambda text: (print(text), told.set()))
     assert files.retry(told.wait, "https://host/a") is True

@@ -1,4 +1,4 @@
-"""Text that is not UTF-8, and columns of every type: what is read, what is told, and what is refused."""
+"""Text that is not UTF-8, and columns of every type: what is read, reported and refused."""
 
 import gzip
 from functools import partial
@@ -11,7 +11,7 @@ from data_corpus import make_config, write_table
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import formats, open_source
 from dlr_pretrain.data.files import File
-from dlr_pretrain.data.rows import STRAYS, rows_of
+from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
 from dlr_pretrain.util.errors import UserError
 
 FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
@@ -42,7 +42,7 @@ WRITERS = {
     ".txt": paragraphs,
     ".txt.gz": partial(compressed, paragraphs),
     ".parquet": column,
-    ".string.parquet": partial(column, kind="string"),  # arrow does not look at the bytes
+    ".string.parquet": partial(column, kind="string"),  # arrow does not check the bytes
     ".arrow": column,
 }
 TABLES = (".parquet", ".arrow", ".file.arrow")
@@ -60,7 +60,7 @@ def how(key: str = "text", by_paragraph: bool = False) -> Data:
 
 
 def read(file: File, key: str = "text", start: int = 0, by_paragraph: bool = True) -> list[str]:
-    return [row.text() for row in rows_of(file, how(key, by_paragraph), start)]
+    return [row.text() for row in read_rows(file, how(key, by_paragraph), start)]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_small_file_in_cp1252_is_refused_at_its_end(tmp_path, suffix):
 def test_a_document_in_cp1252_is_refused_before_it_is_read(tmp_path):
     file = written(tmp_path, ".txt", [text.encode("cp1252") for text in FRENCH])
     with pytest.raises(UserError, match=r"document 0 is not UTF-8, but probably cp1252: 5 of 62"):
-        next(rows_of(file, how()))
+        next(read_rows(file, how()))
 
 
 OTHERS = {
@@ -92,13 +92,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_hardly_cp1252_is_not_called_so(tmp_path, name):
+def test_other_encodings_are_not_called_cp1252(tmp_path, name):
     with pytest.raises(UserError, match=r"is not UTF-8: .*iconv -f ITS_ENCODING -t UTF-8"):
         read(written(tmp_path, ".txt", [OTHERS[name]]))
 
 
 @each_writer
-def test_a_cut_off_character_in_much_text_is_told_once(tmp_path, suffix, caplog):
+def test_a_truncated_character_is_reported_once(tmp_path, suffix, caplog):
     texts = [ASCII.encode() + (CUT_OFF if number % 100 == 7 else b"") for number in range(300)]
     file = written(tmp_path, suffix, texts)
     for _ in range(2):
@@ -118,17 +118,17 @@ def test_the_bytes_of_a_character_are_counted(tmp_path, caplog):
 
 
 def test_a_large_file_in_cp1252_is_refused_near_its_start(tmp_path):
-    rows = rows_of(written(tmp_path, ".jsonl", [FRENCH[1].encode("cp1252")] * 5000), how())
+    rows = read_rows(written(tmp_path, ".jsonl", [FRENCH[1].encode("cp1252")] * 5000), how())
     with pytest.raises(UserError, match=r"document 10 \(line 11\) is not UTF-8"):
         for count, _ in enumerate(rows, 1):  # noqa: B007
             pass
-    assert count == STRAYS
+    assert count == MAX_STRAYS
 
 
 @pytest.mark.parametrize("start", [0, 500])
-def test_stray_documents_where_a_reading_begins_do_not_end_it(tmp_path, start):
+def test_a_few_bad_documents_at_the_start_are_accepted(tmp_path, start):
     texts = [ASCII.encode()] * 1000
-    texts[start : start + STRAYS] = [FRENCH[1].encode("cp1252")] * STRAYS
+    texts[start : start + MAX_STRAYS] = [FRENCH[1].encode("cp1252")] * MAX_STRAYS
     assert len(read(written(tmp_path, ".jsonl", texts), start=start)) == 1000 - start
 
 
@@ -153,7 +153,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, suffix, by_paragraph)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_another_encoding_is_no_row_to_leave_out(tmp_path, suffix):
+def test_skipping_rows_does_not_hide_another_encoding(tmp_path, suffix):
     written(tmp_path, suffix, [FRENCH[1].encode("cp1252")] * 50)
     with pytest.raises(UserError, match="probably cp1252") as caught:
         list(open_source(make_config("local", data__root=tmp_path, data__bad_rows="skip")).read(f"a{suffix}"))
@@ -165,7 +165,7 @@ def test_another_encoding_is_no_row_to_leave_out(tmp_path, suffix):
 
 
 def in_key(key: str, array) -> dict:
-    """The columns of a table whose texts are in a field, or in a field of a field, that is null in the last row."""
+    """The columns of a table with texts in a field, or in a nested field whose parent is null in the last row."""
     if key == "text":
         return {"id": range(len(array)), "text": array}
     mask = pyarrow.array([number == len(array) - 1 for number in range(len(array))])
@@ -189,13 +189,13 @@ READ = [(kind, suffix) for kind in KINDS for suffix in TABLES if "view dictionar
 def test_columns_of_each_type_of_text_are_read(tmp_path, kind, suffix):
     path = tmp_path / f"a{suffix}"
     for key in ("text", "meta.text"):
-        write_table(path, in_key(key, encoded(kind)), rows=None if "view" in kind else 2)  # pyarrow slices no views
+        write_table(path, in_key(key, encoded(kind)), rows=None if "view" in kind else 2)  # pyarrow cannot slice views
         for start, texts in ((0, ["a", None, "é", None]), (2, ["é", None])):
-            assert [row.content for row in rows_of(File("a", str(path), None), how(key), start)] == texts
+            assert [row.content for row in read_rows(File("a", str(path), None), how(key), start)] == texts
 
 
-CAST = r"\. Name a column of text in data\.text_key, or cast this one before: column\.cast\('string'\)$"
-JOIN = r"\. Join each to one string before, as pyarrow\.compute\.binary_join\(column, '\\n'\) does with lists$"
+CAST = r"\. Name a column of text in data\.text_key, or first cast this one: column\.cast\('string'\)$"
+JOIN = r"\. First join each to one string, as pyarrow\.compute\.binary_join\(column, '\\n'\) does with lists$"
 NO_TEXT = {
     "integers": ([1, 2], r"int64" + CAST),
     "numbers": ([0.5, None], r"double" + CAST),

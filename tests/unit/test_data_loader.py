@@ -1,4 +1,4 @@
-"""Batches: the same on any ranks and after any resume; what they hold; the thread; the validation set."""
+"""Batches are the same on any ranks and after any resume. Also: their content, the thread, the validation set."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ from data_corpus import (
     write_shards,
 )
 
-from dlr_pretrain.data import Batch, TrainLoader, documents, inputs_and_targets, open_source, validation_set
+from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
@@ -36,7 +36,7 @@ def config(global_batch=8, seq_len=16, packing="packed", **keys):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_an_empty_batch_has_the_form_of_a_real_one(mask):
-    """Else the model of a rank that has failed would be compiled for another, while all ranks wait for it."""
+    """Otherwise a failed rank would compile its model for another form while all ranks wait."""
     cfg = config(data__mask_documents=mask)
     with closing(TrainLoader(cfg, MemorySource(corpus(1, 40)), TOKENIZER, 0, 1, None)) as loader:
         real = next(loader)
@@ -62,7 +62,7 @@ def test_an_empty_batch_has_the_form_of_a_real_one(mask):
     ],
 )
 def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, global_batch, streams, ranks):
-    """Streams are by default gcd(global_batch, 64), or any divisor of the batch."""
+    """The number of streams is gcd(global_batch, 64) by default, or any divisor of the batch."""
     cfg, source = config(global_batch, packing=packing, data__streams=streams), MemorySource(corpus(shards, 160))
     alone = global_batches(cfg, source, TOKENIZER, 1, 6)
     assert len(alone[0][3]) == (streams or math.gcd(global_batch, 64))
@@ -72,14 +72,14 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, glob
 
 @PACKINGS
 def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeypatch):
-    """Also where documents are empty or odd, blocks are small, and other numbers of documents are tokenised at once."""
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 8)
-    monkeypatch.setattr(documents, "CHUNK_DOCUMENTS", 3)
+    """Also with empty or odd documents, small blocks, and chunks of another size after the resume."""
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 8)
+    monkeypatch.setattr(streams, "CHUNK_DOCUMENTS", 3)
     cfg, source = config(packing=packing), MemorySource([*corpus(2, 30), ["", *NASTY, "some text"] * 2])
     steps = 24  # more than an epoch of each stream
     undisturbed = global_batches(cfg, source, TOKENIZER, 1, steps)
     assert min(position[0] for position in undisturbed[-1][3].values()) >= 1
-    monkeypatch.setattr(documents, "CHUNK_DOCUMENTS", 5)
+    monkeypatch.setattr(streams, "CHUNK_DOCUMENTS", 5)
     for k in range(1, steps):
         state = undisturbed[k - 1][3]
         once = global_batches(cfg, source, TOKENIZER, (1, 2, 4, 8)[k % 4], min(3, steps - k), state)
@@ -89,7 +89,7 @@ def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeyp
 
 
 def flat(source, stream, num_streams, documents, packed=True):
-    """The tokens of the first documents of a stream, document by document."""
+    """The tokens of each of the first documents of a stream."""
     chunks = DocumentStream(source, TOKENIZER, 42, stream, num_streams, packed).chunks(Position())
     return [list(document) for _, document in islice(documents_of(chunks), documents)]
 
@@ -132,9 +132,9 @@ def test_a_batch_is_the_ranks_share():
     loader = TrainLoader(cfg, source, TOKENIZER, 1, 2, None)
     batch = next(loader)
     loader.close()
-    assert "data" not in [thread.name for thread in threading.enumerate()]  # its thread ends with it
+    assert "data" not in [thread.name for thread in threading.enumerate()]  # its thread has ended
     assert batch.tokens.shape == (12, 17) and batch.tokens.dtype == torch.uint16 and batch.lengths.shape == (12,)
-    assert set(batch.state) == {"4", "5", "6", "7"}  # 8 streams, of which rank 1 of 2 owns the second half
+    assert set(batch.state) == {"4", "5", "6", "7"}  # rank 1 of 2 owns the second half of 8 streams
 
 
 class Waiting(MemorySource):
@@ -149,11 +149,11 @@ class Waiting(MemorySource):
         yield from super()._file_rows(name, start, piece)
 
 
-def test_streams_that_begin_together_give_the_same_batches():
-    cfg, texts = config(packing="pad"), corpus(8, 40)  # a shard a stream
+def test_streams_start_in_parallel_with_the_same_batches():
+    cfg, texts = config(packing="pad"), corpus(8, 40)  # one shard per stream
     wanted = global_batches(cfg, MemorySource(texts), TOKENIZER, 1, 8)
     for resumed in (0, 4):
-        together = threading.Barrier(8)  # lets nobody pass until all eight have come
+        together = threading.Barrier(8)  # nobody passes until all eight have arrived
         first = Waiting(texts, lambda shard, together=together: together.wait())
         loader = TrainLoader(cfg, first, TOKENIZER, 0, 1, wanted[3][3] if resumed else None)
         found = next(loader)
@@ -173,14 +173,14 @@ def test_a_stream_that_fails_ends_a_start_while_another_hangs(shards, monkeypatc
         hang.wait()
 
     loader = TrainLoader(config(), Waiting(corpus(shards, 40), wait), TOKENIZER, 0, 1, None)
-    for _ in range(2):  # it stays so
+    for _ in range(2):  # the error stays
         with pytest.raises(UserError, match="shard-0 is gone"):
             next(loader)
     hang.set()
     loader.close()
 
 
-def test_a_wait_for_data_can_be_ended_and_gone_on_with(monkeypatch):
+def test_a_wait_for_data_can_stop_and_continue(monkeypatch):
     monkeypatch.setattr(loading, "POLL_SECONDS", 0.01)
     cfg, texts, come = config(), corpus(2, 40), threading.Event()
     loader = TrainLoader(cfg, Waiting(texts, lambda shard: come.wait()), TOKENIZER, 0, 1, None)
@@ -231,7 +231,7 @@ def test_validation_is_in_file_order_without_a_gap(root):
 
 
 @PACKINGS
-def test_ends_with_the_document_that_fills_the_budget(root, packing):
+def test_validation_ends_with_the_document_that_fills_it(root, packing):
     whole = validated(root, packing, 10**6)
     for budget in (1, 9, 333):
         found = validated(root, packing, budget)
@@ -243,8 +243,8 @@ def test_ends_with_the_document_that_fills_the_budget(root, packing):
     assert np.array_equal(found.tokens, other.tokens) and np.array_equal(found.lengths, other.lengths)
 
 
-def test_no_text_is_an_error(tmp_path):
+def test_validation_without_text_is_refused(tmp_path):
     write_shards(tmp_path, [["train"]])
     write_shards(tmp_path, [["", ""]], split="validation")
-    with pytest.raises(UserError, match="No text in the validation shards"):
+    with pytest.raises(UserError, match="validation shards hold no text"):
         validated(tmp_path, "pad", 100)

@@ -1,4 +1,4 @@
-"""Shards on the hub and at other addresses, which answer late, in part, wrongly or not at all."""
+"""Shards on the hub and on other servers, which answer late, in part, wrongly or not at all."""
 
 import functools
 import http.server
@@ -25,14 +25,14 @@ WHOLE = [TEXTS[:150], TEXTS[150:300], TEXTS[300:], ["validation", "text"]]
 
 @pytest.fixture
 def shards(tmp_path):
-    """C4-layout shards in tmp_path/en, and the files of a hub that has the same."""
+    """Writes C4-layout shards to tmp_path/en; returns the same as the files of a hub."""
     paths = write_shards(tmp_path / "en", WHOLE[:3]) + write_shards(tmp_path / "en", WHOLE[3:], split="validation")
     return {f"en/{path.name}": path.read_bytes() for path in paths}
 
 
 @pytest.fixture
 def hub(shards, monkeypatch):
-    monkeypatch.setattr(files, "RANGE_BYTES", 500)  # so small that a shard has many
+    monkeypatch.setattr(files, "RANGE_BYTES", 500)  # so small that a shard has many ranges
     with ExitStack() as opened:
         yield opened.enter_context(serving_here(Hub(shards), monkeypatch))
 
@@ -62,9 +62,9 @@ def test_no_row_is_lost_or_read_twice_whatever_goes_wrong(hub):
     assert read(source) == WHOLE and {*TROUBLE} == {*hub.told}
 
 
-def test_a_hub_that_fails_for_good_ends_the_run_with_the_reason(hub, monkeypatch):
+def test_a_permanent_failure_of_the_hub_is_reported(hub, monkeypatch):
     source = open_hub()
-    monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.2)
     hub.trouble = lambda path, first: "503" if first >= 1000 else None
     with pytest.raises(UserError, match=r"c4-train\.00000.*: cannot be read: .*503.*The same command continues"):
         read(source)
@@ -86,16 +86,16 @@ def test_retry_after_is_waited_for(hub, monkeypatch):
     assert list(source.read(source.train_shards[0])) == WHOLE[0] and max(waited) >= 7
 
 
-def test_a_folder_keeps_what_is_fetched(hub, tmp_path):
+def test_data_cache_keeps_fetched_shards(hub, tmp_path):
     cache = tmp_path / "cache"
     hub.random_trouble(1, share=0.2)
     assert read(open_hub(data__cache=cache)) == WHOLE
     asked = hub.ranges
     assert read(open_hub(data__cache=cache)) == WHOLE and hub.ranges == asked
-    assert [path.suffix for path in cache.rglob("*") if path.is_file()] == [".gz"] * 4  # and nothing half fetched
+    assert [path.suffix for path in cache.rglob("*") if path.is_file()] == [".gz"] * 4  # and no partial file
 
 
-def test_any_dataset_and_other_formats(hub, tmp_path, monkeypatch):
+def test_any_dataset_on_the_hub_is_read(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RANGE_BYTES", 5000)
     write_table(tmp_path / "a.parquet", {"text": TEXTS}, rows=50)
     hub.files |= {"data/train-0.parquet": (tmp_path / "a.parquet").read_bytes()}
@@ -110,7 +110,7 @@ def test_any_dataset_and_other_formats(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_plain_web_server(shards, tmp_path):
+def test_a_plain_web_server_is_read(shards, tmp_path):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "en"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -121,7 +121,7 @@ def test_a_plain_web_server(shards, tmp_path):
 
 
 def test_an_object_store_gives_the_texts_of_a_copy_on_disk(shards, tmp_path, monkeypatch):
-    """memory:// stands for s3:// and gs://: all are file systems of fsspec."""
+    """memory:// represents s3:// and gs://: all are file systems of fsspec."""
     monkeypatch.setattr(files, "RANGE_BYTES", 500)
     fsspec.filesystem("memory").pipe({f"/bucket/{name}": content for name, content in shards.items()})
     copy = open_source(make_config(data__root=tmp_path / "en", **KEYS))
@@ -132,8 +132,8 @@ def test_an_object_store_gives_the_texts_of_a_copy_on_disk(shards, tmp_path, mon
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_hub_that_does_not_answer_is_told(listens, tmp_path, monkeypatch):
-    """Source and tokenizer end with what to use offline, and do not wait as for a hub that has answered before."""
+def test_a_hub_that_does_not_answer_is_reported(listens, tmp_path, monkeypatch):
+    """The errors of source and tokenizer name what to use offline, and come without the retries of later requests."""
     monkeypatch.setattr(files, "FIRST_CONTACT_SECONDS", 0.5)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with socket.socket() as deaf:
@@ -147,7 +147,7 @@ def test_a_hub_that_does_not_answer_is_told(listens, tmp_path, monkeypatch):
 
 
 def test_a_process_ends_though_a_hub_never_answers():
-    """A look-up of a name can hang, and a thread that waits for it is not joined."""
+    """A DNS look-up can hang, and a thread that waits for it is not joined."""
     program = "from dlr_pretrain.data import files; from threading import Event; files.FIRST_CONTACT_SECONDS = 0.1"
     program += "; files.first_contact('me/x', Event().wait, 'Fix')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
@@ -155,7 +155,7 @@ def test_a_process_ends_though_a_hub_never_answers():
 
 
 def test_files_and_tokenizer_through_the_clients_own_endpoint(shards, tmp_path, model):
-    """Nothing is patched: the hub is named by HF_ENDPOINT, as a mirror is."""
+    """Nothing is patched: HF_ENDPOINT names the hub, as for a mirror."""
     program = """
 from data_corpus import make_config
 from dlr_pretrain.data import open_source, open_tokenizer

@@ -1,4 +1,4 @@
-"""The sample: what counts as prose, that it is of the standard library alone, and its cache."""
+"""The sample: what counts as prose, its origin in the standard library, and its cache."""
 
 import pytest
 from data_corpus import make_config
@@ -37,13 +37,13 @@ def test_prose_is_sentences_without_code_fields_and_markup():
 
 
 @pytest.mark.full
-def test_the_sample_is_of_the_standard_library_alone():
+def test_the_sample_holds_only_the_standard_library():
     first = list(sample.harvest())
     assert first == list(sample.harvest())
     assert sum(map(len, first)) > 500_000 and len({*first}) == len(first)
 
 
-def test_it_is_made_once_and_remembered_by_its_name(tmp_path, monkeypatch):
+def test_the_sample_is_made_once_and_found_by_its_name(tmp_path, monkeypatch):
     texts = [f"The document of number {i} holds some words of a text, and it is one of many." for i in range(400)]
     monkeypatch.setattr(sample, "harvest", lambda: iter(texts))
     cfg, said = make_config("sample", data__root=tmp_path, tokenizer__path=None), []
@@ -53,7 +53,7 @@ def test_it_is_made_once_and_remembered_by_its_name(tmp_path, monkeypatch):
     assert sum(len(list(source.read(shard))) for shard in source.train_shards) == 400
     assert open_tokenizer(cfg, source).vocab_size > 50
     monkeypatch.setattr(sample.platform, "python_version", lambda: "9.9.9")
-    assert open_source(cfg, said.append, source.version).version == source.version  # the run's own is still there
+    assert open_source(cfg, said.append, source.version).version == source.version  # the sample of the run still exists
     assert open_source(cfg, said.append).version == f"python-9.9.9-{sample.VERSION}"
     with pytest.raises(UserError, match=r"reads the sample python-1\.2\.3-4, which is not in .* makes python-9\.9\.9"):
         open_source(cfg, said.append, "python-1.2.3-4")

@@ -1,4 +1,4 @@
-"""Text in files: every format, what is held out, and everything that can be wrong with a file."""
+"""Text in files: every format, held-out documents, and everything that can be wrong with a file."""
 
 import gzip
 import io
@@ -43,7 +43,7 @@ def paragraphs(texts) -> bytes:
     return ("\n\n \n".join(texts) + "\n").encode()
 
 
-SKIPPED = b"\x50*M\x18\x04\0\0\0skip"  # a frame that zstd passes over
+SKIPPED = b"\x50*M\x18\x04\0\0\0skip"  # a frame that zstd skips
 
 FORMATS = {
     ".jsonl": plain(lines_of),
@@ -55,7 +55,7 @@ FORMATS = {
     ".parquet": tabular,
     ".arrow": tabular,
     ".file.arrow": tabular,
-    ".packed.jsonl": plain(lines_of, ".gz"),  # a name may hide how a file is compressed, or that it is not
+    ".packed.jsonl": plain(lines_of, ".gz"),  # names may be wrong about compression
     ".other.jsonl.gz": plain(lines_of, ".bz2"),
     ".unpacked.jsonl.gz": plain(lines_of),
 }
@@ -92,7 +92,7 @@ def test_every_format_gives_the_batches_of_its_texts(tmp_path, monkeypatch, suff
 
 
 class Counted(io.BytesIO):
-    """Knows how much was read of it."""
+    """Counts the bytes that are read."""
 
     taken = 0
 
@@ -103,7 +103,7 @@ class Counted(io.BytesIO):
 
 
 @pytest.mark.parametrize("level", [1, 9])
-def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypatch, level):
+def test_a_gzip_file_is_read_from_the_nearest_access_point(tmp_path, monkeypatch, level):
     monkeypatch.setattr(gunzip, "SPACING", 50_000)
     monkeypatch.setattr(gunzip, "CHUNK_BYTES", 1 << 14)
     rng = random.Random(level)
@@ -111,19 +111,19 @@ def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypa
     halves = [b"\n".join(lines[:5_000]) + b"\n", b"\n".join(lines[5_000:])]
     content = b""
     for half in halves:
-        packed = zlib.compressobj(level, wbits=gunzip.WHOLE, memLevel=4)  # small blocks
+        packed = zlib.compressobj(level, wbits=gunzip.GZIP_FILE, memLevel=4)  # small blocks
         content += packed.compress(half) + packed.flush()
     kept = tmp_path / "places" / "of it"
     for damaged in (b"", b"damaged", None):
         if damaged is not None:
             kept.parent.mkdir(exist_ok=True)
             kept.write_bytes(damaged)
-        for stop in sorted(rng.sample(range(len(lines)), 6)):  # each is killed somewhere, or reads on
+        for stop in sorted(rng.sample(range(len(lines)), 6)):  # each reader stops somewhere, and the next one continues
             start = rng.randrange(stop + 1)
             found = gunzip.lines(io.BytesIO(content), kept, start)
             assert list(itertools.islice(found, stop - start)) == lines[start:stop]
         assert list(gunzip.lines(io.BytesIO(content), kept, 0)) == lines
-    assert len(gunzip._load(kept)) >= 10
+    assert len(gunzip._load_points(kept)) >= 10
     for start in (*rng.sample(range(2000, len(lines)), 9), len(lines) - 1):
         stream = Counted(content)
         assert next(gunzip.lines(stream, kept, start)) == lines[start] and stream.taken < len(content) / 4
@@ -133,14 +133,14 @@ def test_a_gzip_file_is_read_from_the_place_nearest_to_a_line(tmp_path, monkeypa
         list(gunzip.lines(io.BytesIO(content[:-9]), kept, len(lines) - 5))
 
 
-def test_a_field_in_a_field(tmp_path):
+def test_a_nested_field_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of("abcdefghi"))
     assert sorted(chain(*split(local(tmp_path, data__text_key="meta.text")))) == list("abcdefghi")
     with pytest.raises(UserError, match=r"no text 'meta.body': its fields are text, meta\. Set data\.text_key"):
         split(local(tmp_path, data__text_key="meta.body"))
 
 
-def test_a_dataset_that_datasets_has_saved(tmp_path):
+def test_a_dataset_saved_by_datasets_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     splits = {"train": TEXTS, "test": ["not read"], "validation": ["one", "two"]}
     made = datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()})
@@ -162,16 +162,16 @@ def test_a_text_file_is_a_document_and_a_single_one_is_cut(tmp_path):
         (tmp_path / f"{i:02d}.txt").write_text(f"text\n\n{i}")
     source = local(tmp_path)
     assert len(source.train_shards) == 31 and "text\n\n7" in chain(*split(source))
-    assert len(split(source)[1]) == 1  # of so few at least one
+    assert len(split(source)[1]) == 1  # at least one
 
 
 def split(source):
-    """The texts to train on, and those for validation."""
+    """The texts for training, and those for validation."""
     shards = (source.train_shards, source.validation_shards)
     return [[t for name in names for t in source.read(name) if t is not None] for names in shards]
 
 
-def test_what_is_read_and_what_is_left_out_is_listed(tmp_path):
+def test_files_read_and_left_out_are_listed(tmp_path):
     (tmp_path / "eval").mkdir()
     for name in ("web.jsonl", "wiki.jsonl", "eval/a.jsonl"):
         (tmp_path / name).write_bytes(lines_of(TEXTS[:3]))
@@ -194,7 +194,7 @@ def test_copies_of_one_document_are_not_all_held_out(tmp_path):
     assert [head + tail for head, tail in zip(train, held, strict=True)] == [text] * 5
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path):
+def test_held_out_documents_are_never_trained_on(tmp_path):
     texts = [f"{i} {'x' * (i % 9)}" for i in range(2000)]
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts[:1500]))
     (tmp_path / "b.jsonl").write_bytes(lines_of(texts[1500:]))
@@ -215,11 +215,11 @@ BAD_ROWS = [
     (b'{"text": 7}', "has no text 'text': it is of type int. Write it as one string, or name another field"),
     (b'{"text": ["a"]}', "has no text 'text': it is of type list. Write it as one string, or name another field"),
     (b'{"text": {"en": "a", "de": "b"}}', "has no text 'text': it is of type dict with the fields en, de"),
-    (b'["text"]', "has no text 'text': it is no JSON object"),
+    (b'["text"]', "has no text 'text': it is not a JSON object"),
 ]
 
 
-def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
+def test_rows_without_text_are_refused_or_skipped(tmp_path, caplog):
     (tmp_path / "validation.jsonl").write_bytes(lines_of(["v"]))
     parts = [part for i, (bad, _) in enumerate(BAD_ROWS) for part in (lines_of(TEXTS[9 * i : 9 * i + 9]), bad + b"\n")]
     (tmp_path / "train.jsonl").write_bytes(b"".join(parts))
@@ -234,7 +234,7 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
     assert [t for t in source.read("train.jsonl") if t is not None] == TEXTS[:72]
     told = [record.getMessage() for record in caplog.records]
     assert ["left out" in line and f"document {10 * i + 9} (" in line for i, line in enumerate(told)] == [True] * 5
-    assert told[-1].endswith("this process tells of no more")
+    assert told[-1].endswith("This process reports no more")
     whole = global_batches(cfg, source, TOKENIZER, 1, 9)
     assert same(global_batches(cfg, source, TOKENIZER, 1, 4, whole[4][3]), whole[5:])
     for suffix in (".parquet", ".arrow"):
@@ -247,7 +247,7 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
             list(open_source(cfg).read(f"train{suffix}"))
 
 
-def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
+def test_nasty_texts_invalid_utf8_and_long_lines_are_read(tmp_path):
     odd = b'{"text": "caf\xe9 \xff\xfe"}\r\n{"text": "\xc3\xa9\xed\xa0\x80"}\r\n\r\n'
     texts = [*NASTY, "word " * 2_000_000, "after"]
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts) + odd)
@@ -258,7 +258,7 @@ def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
 BAD = {
     "a.jsonl": [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer.*git lfs pull"),
-        (b"PK\3\4\x14\0\0\0", r"is no UTF-8 text: it begins with b'PK"),
+        (b"PK\3\4\x14\0\0\0", r"is not UTF-8 text: it begins with b'PK"),
         (b'[{"text": "a"}, {"text": "b"}]', r"is a JSON array.*jq -c '\.\[\]'"),
         (b'\xef\xbb\xbf [\n{"text": "a"}]', "is a JSON array"),
         (b'{\n  "text": "a"\n}', "is one JSON object over several lines"),
@@ -267,12 +267,12 @@ BAD = {
         ('{"text": "a"}'.encode("utf-16"), "is UTF-16 text.*UTF-8"),
     ],
     "a.jsonl.gz": [
-        (gzip.compress(bytes(4096)), "is no UTF-8 text.*fetch this shard again"),
+        (gzip.compress(bytes(4096)), "is not UTF-8 text.*fetch this shard again"),
         (gzip.compress(lines_of(TEXTS))[:20], "damaged or cut off"),
     ],
-    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is no UTF-8 text")],
-    "a.parquet": [(b"something", "is no parquet file")],
-    "a.arrow": [(b"text", "is no arrow file")],
+    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is not UTF-8 text")],
+    "a.parquet": [(b"something", "is not in parquet format")],
+    "a.arrow": [(b"text", "is not in arrow format")],
     "a.csv": [(b"id,text\n1,a\n", r"its name ends with none of \.json")],
 }  # fmt: skip
 
@@ -282,7 +282,7 @@ CASES = [(name, *case) for name, cases in BAD.items() for case in cases]
 
 # Contents hold the time at which they were compressed, and ids must not.
 @pytest.mark.parametrize(("name", "content", "rule"), CASES, ids=[f"{name}-{rule}" for name, _, rule in CASES])
-def test_what_downloads_and_editors_leave_behind_is_named(tmp_path, name, content, rule):
+def test_leftovers_of_downloads_and_editors_are_named(tmp_path, name, content, rule):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "validation.txt").write_text("validation")
     keys = {"data__train_files": name, "data__validation_files": "validation.txt"}
@@ -293,7 +293,7 @@ def test_what_downloads_and_editors_leave_behind_is_named(tmp_path, name, conten
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])
-def test_a_shard_that_is_cut_off_or_gone(root, keep):
+def test_a_truncated_or_missing_shard_is_named(root, keep):
     path = root / "c4-train.00001-of-00002.json.gz"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     source = open_source(make_config(data__root=root))
@@ -315,7 +315,7 @@ def test_globs_below_the_root_or_absolute_name_the_same_text(root):
         assert open_source(other).fingerprint == source.fingerprint and split(open_source(other))[0] == TEXTS
 
 
-def test_globs_that_match_nothing_twice_or_too_much(root):
+def test_wrong_globs_are_refused(root):
     def opened(glob):
         return open_source(make_config(data__root=root, data__train_files=glob))
 

@@ -1,4 +1,4 @@
-"""Which files of a folder are text, which are validation, and what is said of the others."""
+"""Which files of a folder are for training, which for validation, and why others are left out."""
 
 import gzip
 from pathlib import Path
@@ -37,7 +37,7 @@ def opened(root, version=None, **keys):
 
 
 def of(source):
-    """The names of the training files, those of the validation files, and why others are left out."""
+    """The names of the training and validation files, and why others are left out."""
     return [*source.train_shards], [] if source.holds_out else [*source.validation_shards], source.chosen.left_out
 
 
@@ -72,11 +72,11 @@ SAID += [
 
 
 @pytest.mark.parametrize(("name", "split"), SAID, ids=[name for name, _ in SAID])
-def test_a_name_says_a_split_by_whole_words(name, split):
+def test_whole_words_name_a_split(name, split):
     assert split_of(name) == split
 
 
-def test_the_path_of_the_root_says_no_split(tmp_path):
+def test_the_path_of_the_root_names_no_split(tmp_path):
     root = fill(tmp_path / "test" / "validation", ["a.jsonl", "b.jsonl"])
     assert of(opened(root)) == (["a.jsonl", "b.jsonl"], [], {})
 
@@ -84,7 +84,7 @@ def test_the_path_of_the_root_says_no_split(tmp_path):
 TEXT = b"A text of some words.\n" * 40
 JSON = b'{\n  "a": 1\n}\n'
 SIDE, TESTED, TEXT_BESIDE = "a side file", "named as a test split", "text beside the folder's JSON lines"
-FOLDERS = {  # files, those to train on, those for validation, those left out
+FOLDERS = {  # files; training, validation and left-out files
     "splits": (["a/train.jsonl", "eval/a.jsonl", "testing/b.jsonl"], "a/train.jsonl", "eval/a.jsonl",
                {"testing/b.jsonl": TESTED}),
     "lines and a licence": ({"a.jsonl": LINES, "LICENSE.txt": TEXT * 99, "README.md": TEXT, "note.txt": TEXT},
@@ -128,12 +128,12 @@ FOLDERS = {  # files, those to train on, those for validation, those left out
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_what_is_read_of_a_folder_and_why_the_rest_is_not(tmp_path, case):
+def test_each_file_of_a_folder_is_read_or_has_a_reason(tmp_path, case):
     files, train, validation, left_out = FOLDERS[case]
     assert of(opened(fill(tmp_path, files))) == (train.split(), validation.split(), left_out)
 
 
-NOTHING = {  # files, and what the refusal says
+NOTHING = {  # files, and the message
     "no text": (
         {"a.csv": TEXT},
         r"holds no file that ends with \.json, .*Left out: a\.csv \(\.csv is not read\)\. Set",
@@ -196,7 +196,7 @@ def test_addresses_with_one_name_are_two_files(tmp_path):
 # ----------------------------------------------------------------------------------------------------
 # Links
 
-LINKS = {  # files, links and where they lead, what is trained on, what is validation, what is left out
+LINKS = {  # files; links and their targets; training, validation and left-out files
     "to the parent": (["x/a.jsonl"], {"x/up": ".."}, "x/a.jsonl", "", {}),
     "to each other": (["x/a.jsonl", "y/b.jsonl"], {"x/y": "../y", "y/x": "../x"}, "x/a.jsonl y/b.jsonl", "",
                       {"y/x/a.jsonl": "the same file as x/a.jsonl", "x/y/b.jsonl": "the same file as y/b.jsonl"}),
@@ -223,7 +223,7 @@ def linked(root: Path, files, links) -> Path:
 
 
 @pytest.mark.parametrize("case", LINKS)
-def test_links_give_each_text_once(tmp_path, case):
+def test_a_linked_text_is_read_once(tmp_path, case):
     files, links, train, validation, left_out = LINKS[case]
     root = linked(tmp_path / "root", files, links)
     assert of(opened(root)) == (train.split(), validation.split(), left_out)
@@ -237,7 +237,7 @@ def test_a_glob_reads_a_text_once_and_names_a_link_to_nowhere(tmp_path):
     refused(r"c\.txt: No such file or directory: it is a link to nowhere, gone\. Was", root, data__train_files="c*")
 
 
-def test_one_of_several_snapshots_is_asked_for(tmp_path):
+def test_a_folder_of_several_snapshots_is_refused(tmp_path):
     links = {f"snapshots/{commit}/x.jsonl": f"../../blobs/{blob}" for commit, blob in ((A, 1), (B, 2))}
     root = linked(tmp_path / "datasets--o--n", ["blobs/1", "blobs/2"], links)
     for given in (root, root / "snapshots", tmp_path):
@@ -290,7 +290,7 @@ def test_a_run_keeps_the_commit_of_all_its_files(hub, case):
     assert opened(root, **keys).version == hub.commit
 
 
-def test_validation_on_the_hub_of_a_local_text_is_kept(hub, tmp_path):
+def test_the_commit_of_validation_on_the_hub_is_kept(hub, tmp_path):
     root, keys = fill(tmp_path, ["a.jsonl"]), {"data__validation_files": f"{HUB}/part-1.jsonl"}
     source = opened(root, **keys)
     assert addresses(source)[1] == f"{HUB}@{A}/part-1.jsonl" and source.version == A

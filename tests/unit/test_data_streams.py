@@ -1,4 +1,4 @@
-"""The data order: every document once an epoch, whatever the files, the streams and the ranks."""
+"""The data order: every document once per epoch, for any files, streams and ranks."""
 
 from collections import Counter
 from itertools import takewhile
@@ -18,16 +18,15 @@ from data_corpus import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlr_pretrain.data import documents
-from dlr_pretrain.data.order import cut, permutation
-from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.data import streams as streaming
+from dlr_pretrain.data.streams import DocumentStream, Position, cut, permutation
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
 
 
 def epochs(source, stream, num_streams, count, seed=42, packed=True):
-    """The documents of the first epochs of a stream, each as a list of its token lists."""
+    """The first epochs of a stream, each as a list of documents, which are lists of tokens."""
     out = [[] for _ in range(count)]
     chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams, packed).chunks(Position())
     for epoch, document in takewhile(lambda found: found[0] < count, documents_of(chunks)):
@@ -40,8 +39,8 @@ def expected(texts):
 
 
 def passes(source, texts, global_batch, streams, ranks, packing, least):
-    """The epochs after at least ``least``, how often each document was begun till then, how many beginnings are cut
-    off to nothing but </s>, and the epochs that the slowest and the fastest stream have come to."""
+    """Reads at least ``least`` epochs. Returns the exact number of epochs, how often each document began, how many
+    beginnings are cut to </s> alone, and the current epochs of the slowest and the fastest stream."""
     keys = {"train__global_batch": global_batch, "train__seq_len": 8, "data__streams": streams}
     cfg = make_config(data__packing=packing, **keys)
     each = global_batch * (8 if packing == "packed" else 1)
@@ -59,7 +58,7 @@ def passes(source, texts, global_batch, streams, ranks, packing, least):
 
 @st.composite
 def layouts(draw, fewest=1, shortest=0):
-    """Files of any number and sizes, streams, ranks that share them, and a packing."""
+    """Files of any number and sizes, streams, ranks and a packing."""
     streams = draw(st.sampled_from([1, 2, 3, 8, 12]))
     ranks = draw(st.sampled_from([ranks for ranks in (1, 2, 6, 12) if streams % ranks == 0]))
     sizes = draw(st.lists(st.one_of(st.integers(1, 6), st.integers(1, 120)), min_size=1, max_size=9))
@@ -84,7 +83,7 @@ def check_text(layout):
 
 
 def check_even_text(layout):
-    """Streams stay within an epoch of the whole where lengths differ by no more than a factor of two."""
+    """Streams stay within one epoch of each other if lengths differ by at most a factor of two."""
     texts, *how = layout
     epochs, begun, *_ = passes(MemorySource(texts), texts, *how, least=2)
     assert int(epochs) - 1 <= min(begun) and max(begun) <= int(epochs) + 1
@@ -101,7 +100,7 @@ def test_no_two_documents_differ_by_more_than_one_pass(tmp_path_factory, how_man
 
 
 @EXTENT
-def test_streamed_text_is_read_as_often_as_its_streams(how_many):
+def test_streamed_text_is_read_in_each_finished_epoch(how_many):
     how_many(given(layouts(fewest=16))(check_text))()
 
 
@@ -126,7 +125,7 @@ def test_files_of_any_size_get_their_share_of_the_tokens(tmp_path, sizes, stream
     texts = [[chr(next(names)) + "x" * (7 * i % 23) for i in range(n)] for n in sizes]
     for source in (tokens_of(tmp_path, texts), MemorySource(texts)):
         if sum(sizes) < 16 * streams and isinstance(source, MemorySource):
-            continue  # such a text is tokenised first
+            continue  # a run would tokenise this text first
         epochs, begun, *_ = passes(source, texts, streams, streams, 1, packing, least=3)
         ends = np.cumsum(sizes)
         of_files = [np.mean(begun[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
@@ -153,12 +152,12 @@ def test_a_document_that_two_streams_share_ends_in_both(tmp_path):
 def test_streams_take_turns_where_documents_cannot_be_divided(tmp_path):
     texts = [[letter * 3 for letter in "abcdefghi"]]  # one stream of eight gets two documents an epoch
     epochs, begun, *_ = passes(tokens_of(tmp_path, texts), texts, 8, 8, 1, "pad", least=24)
-    assert epochs >= 24 and max(begun) - min(begun) <= 3  # letters: a document has three
+    assert epochs >= 24 and max(begun) - min(begun) <= 3  # counts letters: a document has three
 
 
 @pytest.mark.parametrize("streams", [8, 64, 512])
 def test_shards_of_almost_one_size_are_read_by_one_stream_each(streams):
-    """C4's 1,024 shards: their sizes differ by some thousandths."""
+    """As C4's 1,024 shards, whose sizes differ by a few thousandths."""
     sizes = np.random.default_rng(1).normal(319e6, 0.7e6, 1024).astype(int).tolist()
     for epoch in range(2):
         order = permutation(1024, 42, epoch)
@@ -169,34 +168,34 @@ def test_shards_of_almost_one_size_are_read_by_one_stream_each(streams):
         assert max(shares) / np.mean(shares) < 1.05 > np.mean(shares) / min(shares)
 
 
-def test_epochs_streams_and_seeds_have_orders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+def test_each_epoch_stream_and_seed_has_its_own_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 16)
     for source in (MemorySource(corpus(6, 50)), tokens_of(tmp_path, corpus(6, 50))):
         first, second = epochs(source, 0, 1, 2)
         assert first != second and sorted(first) == sorted(second)
         assert epochs(source, 0, 1, 1, seed=43)[0] != first
     first, second = epochs(MemorySource(corpus(1, 50)), 0, 1, 2)
-    assert first != second  # also where there is one order of shards
+    assert first != second  # also with a single shard
     assert permutation(8, 42, 0, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]  # with any version of numpy
 
 
 def test_documents_are_shuffled_within_their_block(monkeypatch):
     """Documents or characters end a block."""
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 16)
     texts = corpus(1, 40)
     (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
     for start in (0, 16, 32):
         block = epoch[start : start + 16]
         assert sorted(block) == expected(texts[0][start : start + 16]) and block != sorted(block)
-    monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(streaming, "BLOCK_CHARACTERS", 1000)
     texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
     chunks = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1, True).chunks(Position())
     assert {p.row for p, _ in takewhile(lambda chunk: chunk[0].epoch == 0, chunks)} == {0, 4, 8, 12, 16}
 
 
 def test_tokens_are_shuffled_across_the_whole_share(tmp_path, monkeypatch):
-    """The few documents of a small file do not come one after the other."""
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    """The few documents of a small file are spread over the share."""
+    monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 16)
     texts = corpus(2, 200)
     texts[1] = texts[1][:20]
     (epoch,) = epochs(tokens_of(tmp_path, texts), 0, 1, 1)

@@ -1,4 +1,4 @@
-"""Every kind of tokenizer: the ids of its own library, in training and as exported; one end for each document."""
+"""Every kind of tokenizer has the ids of its own library, in training and as exported, and one end per document."""
 
 import gzip
 import hashlib
@@ -42,7 +42,7 @@ def word_level(folder: Path) -> Path:
 
 
 def unigram(folder: Path) -> Path:
-    """Its vocabulary holds the end of documents as a word, which training leaves out of texts."""
+    """A tokenizer whose vocabulary has the end of documents as a word, which training removes from texts."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
     tokenizer.pre_tokenizer, tokenizer.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     trainer = tokenizers.trainers.UnigramTrainer(
@@ -54,7 +54,7 @@ def unigram(folder: Path) -> Path:
 
 
 def usual(folder: Path, **options) -> Path:
-    """A sentencepiece model with the ids that its trainer gives by default: <unk> 0, <s> 1, </s> 2."""
+    """A sentencepiece model with the default ids of its trainer: <unk> 0, <s> 1, </s> 2."""
     return small_tokenizer.train(folder, **{"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2} | options)
 
 
@@ -84,7 +84,7 @@ def hostile(count: int, most: int = 40) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *NORMALISED])
-def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path):
+def test_every_tokenizer_has_its_librarys_ids_and_one_end(kind, tmp_path):
     path = (KINDS | NORMALISED)[kind](tmp_path)
     tokenizer, texts = load_tokenizer(path), [*NASTY, *small_tokenizer.SENTENCES, *hostile(1000)]
     clean = [text.encode("utf-8", "replace").decode() for text in texts]
@@ -92,7 +92,7 @@ def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path)
         own = tokenizers.Tokenizer.from_file(str(path))
         own.encode_special_tokens = True
         expected = [one.ids for one in own.encode_batch(clean, add_special_tokens=False)]
-        # A word-level tokenizer has the end as a word of its vocabulary, which no text may reach.
+        # A word-level tokenizer has the end as a word of its vocabulary, which text must not produce.
         expected = [[id for id in ids if id != tokenizer.eos_id] for ids in expected]
     else:
         expected = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(clean)
@@ -108,7 +108,7 @@ def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path)
 
 @pytest.mark.parametrize("kind", ["t5", *(pytest.param(kind, marks=pytest.mark.full) for kind in list(KINDS)[1:])])
 def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_path):
-    """Trained on one document; the exported tokenizer has the ids of the own library, and decodes them to the text."""
+    """After training on one document, the exported tokenizer has the ids of its library and decodes them."""
     transformers = pytest.importorskip("transformers")
     path = KINDS[kind](tmp_path)
     tokenizer, sentences = load_tokenizer(path), small_tokenizer.SENTENCES
@@ -124,7 +124,7 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_
     assert config["eos_token_id"] == exported.eos_token_id == tokenizer.eos_id
     texts = [text.encode("utf-8", "replace").decode() for text in hostile(200)]
     ids = [exported(text, split_special_tokens=True).input_ids for text in texts]
-    word = tokenizer.eos_id if kind in ("word level", "unigram") else None  # of a text, which training leaves out
+    word = tokenizer.eos_id if kind in ("word level", "unigram") else None  # training removes it from a text
     pairs = zip(texts, ids, tokenizer.encode(texts), strict=True)
     differ = [text for text, a, b in pairs if [id for id in a if id != word] != b.tolist()]
     assert len(differ) <= 0.01 * len(texts), differ[:3]
@@ -141,14 +141,14 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_
         ({}, True),
         ({"model_type": "bpe"}, True),
         ({"byte_fallback": True, "vocab_size": 400}, True),
-        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens hold spaces
+        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens contain spaces
         ({"treat_whitespace_as_suffix": True}, False),
     ],
     ids=str,
 )
 def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
     tokenizer, texts = load_tokenizer(small_tokenizer.train(tmp_path, **options)), hostile(300, most=60)
-    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS", 3)  # too few, so that some are looked for again
+    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS_PER_TOKEN", 3)  # too few: some are encoded again
     whole = list(map(list, tokenizer.encode(texts)))
     for longest in (1, 2, 7, 30):
         found = list(map(list, tokenizer.beginnings(longest).encode(texts)))
@@ -183,7 +183,7 @@ def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
     assert given.token(given.eos_id) == "<|pad|>" and given.fingerprint != plain.fingerprint
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|pad|>"}}))
     assert load_tokenizer(tmp_path).eos_id == given.eos_id
-    with pytest.raises(UserError, match=r"tokenizer\.eos=</s>: is no token of .*Perhaps <\|endoftext\|>"):
+    with pytest.raises(UserError, match=r"tokenizer\.eos=</s>: is not a token of .*Perhaps <\|endoftext\|>"):
         load_tokenizer(path, "</s>")
     with pytest.raises(UserError, match=r"does not say which token ends a document\. Set tokenizer\.eos="):
         load_tokenizer(usual(tmp_path, eos_id=-1))
@@ -201,7 +201,7 @@ def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
         ("small.model", {"treat_whitespace_as_suffix": True}, r"small\.model: .*suffixes"),
     ],
 )
-def test_what_is_no_tokenizer_or_cannot_be_exported_is_named(tmp_path, name, content, rule):
+def test_an_unusable_tokenizer_is_named(tmp_path, name, content, rule):
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     elif content:
@@ -210,13 +210,13 @@ def test_what_is_no_tokenizer_or_cannot_be_exported_is_named(tmp_path, name, con
         fast_tokenizer(load_tokenizer(tmp_path / name))
 
 
-def test_a_tokenizer_that_is_random_or_cannot_encode_is_named(tmp_path):
+def test_a_random_or_failing_tokenizer_is_named(tmp_path):
     path = word_level(tmp_path)
     spec = json.loads(path.read_text())
     del spec["model"]["vocab"]["[UNK]"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "[UNK]"]
     path.write_text(json.dumps(spec))
-    with pytest.raises(UserError, match=r"words\.json: cannot encode the text .*Give the tokenizer a token"):
+    with pytest.raises(UserError, match=r"words\.json: cannot encode the text .*Give the tokenizer an unknown token"):
         load_tokenizer(path, "[EOS]").encode(["the xylophone"])
     path = byte_level(tmp_path)
     spec = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Pre-tokenised shards: small text becomes them by itself; preparing goes on after a kill, and damage is named."""
+"""Pre-tokenised shards: small text is tokenised at the start, kills lose no shard, and damage is named."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import tokenizers.pre_tokenizers
 import torch
 from data_corpus import NASTY, PACKINGS, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, prepare, validation_set
+from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, prepare, streams, validation_set
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
@@ -44,7 +44,7 @@ def opened(cfg):
 
 
 def make(root: Path, model: Path, output: Path, workers: int = 1) -> list[bool]:
-    """Prepare, and return of each shard whether it was there."""
+    """Prepare; returns for each shard whether it existed."""
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
     return list(make_tokens(source, tokenizer, output, workers))
 
@@ -61,14 +61,14 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @PACKINGS
 def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
     keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
     own = {"data__root": root, "data__cache": tmp_path / "cache", "tokenizer__path": model}
     cfg, source, tokenizer = opened(make_config(**own, **keys))
     said: list[str] = []
     text = cfg, tokenised_once(source, tokenizer, cfg.num_streams, said.append), tokenizer
     tokens = opened(make_config("tokens", data__root=made, **keys))
-    for cfg, source, tokenizer in (text, tokens):  # a run on text goes on with its tokens
+    for cfg, source, tokenizer in (text, tokens):  # a run on text may continue with its tokens
         prints = {"shards": source.fingerprint, "order": source.order, "pieces": tokenizer.fingerprint}
         (run_dir := tmp_path / "run").mkdir(exist_ok=True)
         open_record(run_dir, cfg, prints)
@@ -85,22 +85,22 @@ def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tm
             found = validation_set(cfg, source, tokenizer)
             both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
         assert all(map(torch.equal, both[0], both[1])) and all(map(torch.equal, both[0], both[2]))
-    assert len(said) == 1 and said[0].startswith("tokenising the text (some 0.")
+    assert len(said) == 1 and said[0].startswith("tokenising the text (about 0.")
 
 
 def kept(cfg, said=None):
-    """The folder where the tokens of a configuration's text are kept."""
+    """The folder with the tokens of a configuration's text."""
     _, source, tokenizer = opened(cfg)
     return tokenised_once(source, tokenizer, cfg.num_streams, (said if said is not None else []).append).root
 
 
-def test_small_text_is_tokenised_once_and_again_where_it_changes(root, model, tmp_path):
+def test_small_text_is_tokenised_again_only_after_a_change(root, model, tmp_path):
     said: list[str] = []
     cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     first = kept(cfg, said)
     assert first.parent == tmp_path / "cache" / "tokens" and kept(cfg, said) == first and len(said) == 1
     path = root / "c4-train.00001-of-00003.json.gz"
-    os.utime(path, ns=(1, 1))  # as an edit that leaves its size
+    os.utime(path, ns=(1, 1))  # as after an edit that keeps the size
     assert kept(cfg, said) != first and len(said) == 2
     (tmp_path / "other.model").write_bytes((ROOT / "tests/unit/other.spiece.model").read_bytes())
     cfg.tokenizer.path = str(tmp_path / "other.model")
@@ -110,12 +110,12 @@ def test_small_text_is_tokenised_once_and_again_where_it_changes(root, model, tm
 
 @pytest.mark.parametrize("address", ["", "file://"])
 def test_text_that_was_replaced_is_tokenised_again(root, model, tmp_path, address):
-    """Also where the new text has the same size, and, here, the same time."""
+    """Also if the new text has the same size and, on a disk, the same time."""
     given = {"data__root": f"{address}{root}", "data__cache": tmp_path / "cache", "tokenizer__path": model}
     cfg, path = make_config(**given), root / "c4-train.00001-of-00003.json.gz"
     first, content, times = kept(cfg), path.read_bytes(), path.stat().st_mtime_ns
     path.unlink()
-    path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's time of compression
+    path.write_bytes(content[:4] + b"time" + content[8:])  # the time in gzip's header
     if not address:
         os.utime(path, ns=(times, times))
     assert kept(cfg) != first
@@ -130,7 +130,7 @@ def test_a_damaged_folder_of_the_cache_is_made_again(root, model, tmp_path, dama
     assert content(kept(cfg, said)) == whole and len(said) == 2
 
 
-def test_starts_at_once_tokenise_small_text_to_one_folder(root, model, tmp_path):
+def test_simultaneous_starts_share_one_folder_of_tokens(root, model, tmp_path):
     cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: kept(cfg), range(4)))
@@ -145,12 +145,12 @@ def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeyp
     rule = "each epoch reads the text 5 times, because 8 streams share 3 files: scripts/prepare"
     assert source.remark.startswith(rule)
     assert isinstance(tokenised_once(source, tokenizer, 64, print), TokenSource)
-    assert source.order != TokenSource.order  # so that a run does not go on in the other
+    assert source.order != TokenSource.order  # so a run does not continue in the other order
 
 
 def test_a_cache_without_room_is_named(root, model, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cache/tokens: the tokens of the text cannot be kept here: .* data\.cache"):
+    with pytest.raises(UserError, match=r"cache/tokens: the tokens of the text cannot be written here: .* data\.cache"):
         kept(make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model))
 
 
@@ -177,8 +177,8 @@ def test_large_vocabularies_bad_rows_and_other_end_tokens(tmp_path):
     assert one.tokens.tolist() == two.tokens.tolist() and one.real_tokens == two.real_tokens
 
 
-def test_killed_after_any_shard_it_ends_as_if_undisturbed(root, model, made, tmp_path, monkeypatch):
-    """A process dies at every replacement of a file in turn, and the next one goes on."""
+def test_kills_do_not_change_the_tokens(root, model, made, tmp_path, monkeypatch):
+    """A process dies at every replacement of a file in turn, and the next process continues."""
     whole, output, deaths, replace = content(made), tmp_path / "again", 0, os.replace
     count = iter([])
 
@@ -216,8 +216,8 @@ def test_any_number_of_workers_writes_the_same_shards(root, model, made, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".ends", ".sha256"])
-def test_a_flipped_bit_is_mended_by_the_same_command(root, model, made, tmp_path, suffix):
-    """Of a cache, by the next start. A folder without checksums, of an older version, is taken."""
+def test_the_same_command_repairs_a_flipped_bit(root, model, made, tmp_path, suffix):
+    """In a cache, the next start repairs it. A folder of an older version, without checksums, is accepted."""
     whole = content(made)
     flip((made / ONE).with_suffix(suffix))
     assert make(root, model, made) == [True, False, True, True] and content(made) == whole
@@ -245,14 +245,14 @@ def test_another_process_that_prepares_the_folder_is_named(root, model, tmp_path
 
 
 class Deadly(TextSource):
-    """Its readers are killed, as where memory runs out."""
+    """A source whose readers are killed, as when memory runs out."""
 
     def read(self, shard, start=0):
         os.kill(os.getpid(), signal.SIGKILL)
         yield ""
 
 
-def test_a_worker_that_dies_is_told(root, model, tmp_path):
+def test_a_dead_worker_is_reported(root, model, tmp_path):
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
     source.__class__ = Deadly
     with pytest.raises(UserError, match=r"terminated abruptly.*--workers.*are kept"):
@@ -260,7 +260,7 @@ def test_a_worker_that_dies_is_told(root, model, tmp_path):
 
 
 class Endless(TextSource):
-    """Its readers say who they are, and never end."""
+    """A source whose readers record their process ids, and never end."""
 
     def read(self, shard, start=0):
         (Path(self.data.root) / f"{os.getpid()}.reader").touch()
@@ -268,7 +268,7 @@ class Endless(TextSource):
         yield ""
 
 
-def test_workers_end_where_their_parent_is_killed(root, model, tmp_path):
+def test_workers_end_when_their_parent_is_killed(root, model, tmp_path):
     def readers() -> list[int]:
         return [int(path.stem) for path in root.glob("*.reader")]
 
@@ -320,7 +320,7 @@ def cut(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """The lowest bit of a byte in the middle, which leaves a text that is UTF-8."""
+    """Flip the lowest bit of a byte in the middle; UTF-8 text stays UTF-8."""
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
@@ -335,7 +335,7 @@ ONE = "train-00001-of-00003.tokens"
         (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
         (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
         (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
-        (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no folder of tokens. Make it with scripts"),
+        (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads format"),

@@ -1,4 +1,4 @@
-"""What a trained model gives to a small file: its share of the text, not of the files."""
+"""A trained model weights a small file by its share of the text, not of the files."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from dlr_pretrain.data import load_tokenizer
 @pytest.mark.full
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_model_learns_1_percent_from_1_percent_of_the_text(corpus, train, tmp_path, monkeypatch, streamed):
-    if streamed:  # as a text would be that is too large to be tokenised first
+    if streamed:  # as a text that is too large to be tokenised first
         monkeypatch.setattr("dlr_pretrain.data.prepare.SMALL_CHARACTERS", 0)
     rng, text = random.Random(0), tmp_path / "text"
     text.mkdir()
@@ -26,7 +26,7 @@ def test_a_model_learns_1_percent_from_1_percent_of_the_text(corpus, train, tmp_
     model = AutoModelForCausalLM.from_pretrained(run_dir / "folded", trust_remote_code=True)
     before = [*tokenizer.encode(["a l n r s l n"])[0], tokenizer.eos_id]
     begins = [tokenizer.encode([f"{letter} l"])[0].tolist() for letter in "aeiout"]
-    assert len({len(tokens) for tokens in begins}) == 1  # so that the beginnings can be compared
+    assert len({len(tokens) for tokens in begins}) == 1  # otherwise they cannot be compared
     with torch.no_grad():
         logits = [model(torch.tensor([[*before, *tokens]])).logits[0].log_softmax(-1) for tokens in begins]
     chances = torch.tensor([
