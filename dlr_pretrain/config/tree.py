@@ -109,7 +109,7 @@ class Scale:
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", PAPER_VOCAB_SIZE, ge=4, le=10_000_000)
     micro_batch: int = key(
-        "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1, le=HUGE
+        "the paper's sequences per GPU, used by train.micro_batch=null, and by auto without a GPU", ge=1, le=HUGE
     )
 
 
@@ -118,8 +118,8 @@ class Dlr:
     name: str = key("name of the option", fixed=True)
     enabled: bool = key("whether there is a residual", True, fixed=True)
     alpha: float = key("strength of the residual before the variance correction", 1.0, ge=-1000, le=1000)
-    learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay", False)
-    variance_correction: bool = key("beta = alpha / sqrt(K), K copies of a latent; false: beta = alpha", True)
+    learn_alpha: bool = key("alpha is learned for each projection, without weight decay", False)
+    variance_correction: bool = key("beta = alpha / sqrt(K), with K copies of each latent; false: beta = alpha", True)
     grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or random", "contiguous")
     grouping_seed: int = key("seed of random grouping, with the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, and only the residual remains", True)
@@ -147,17 +147,21 @@ class Data:
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
     held_out: float = key("share of documents held out, by a hash, if no files are for validation", 0.01, gt=0, lt=1)
     text_key: str = key("field of a record that holds the text; meta.text is a nested field", "text")
-    document: Literal["file", "paragraph"] = key("document of a .txt file; blank lines end a paragraph", "file")
+    document: Literal["file", "paragraph"] = key(
+        "what counts as a document in a .txt file; blank lines end a paragraph", "file"
+    )
     bad_rows: Literal["stop", "skip"] = key("rows without text end the run, or are left out", "stop")
     streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
     seed: int = key("seed of the order of documents, and of nothing else", 42, ge=0, le=2**32 - 1)
-    packing: Literal["packed", "pad"] = key("joined documents, or one truncated document a sequence", "packed")
+    packing: Literal["packed", "pad"] = key("joined documents, or one truncated document per sequence", "packed")
     mask_documents: bool = key("each document in a packed sequence is read and scored separately", False)
 
 
 @dataclass
 class Tokenizer:
-    path: str | None = key("tokenizer.json, sentencepiece model, or their folder; null: the source's, or hub's", None)
+    path: str | None = key(
+        "tokenizer.json, SentencePiece model, or a folder with either; null: the source's, else tokenizer.hub", None
+    )
     hub: str = key("repository on the hub with the tokenizer, if path is null", "google-t5/t5-base")
     eos: str | None = key("the token that ends a document; null: the tokenizer's own", None)
 
@@ -231,7 +235,7 @@ class Run:
     root: str = key("folder of the runs", "runs")
     dir: str | None = key("the run directory; null: <root>/<name of its options, seed and other overrides>", None)
     timeout_minutes: float | None = key("minutes without progress that end a run; null: never", 10.0, gt=0, le=100_000)
-    start_from: str | None = key("run, checkpoint or folder of weights to start from; null: the seed", None)
+    start_from: str | None = key("run, checkpoint or folder of weights to start from; null: drawn from the seed", None)
     start_optimizer: bool = key("with start_from: also load moments, step and position in the data", False)
 
 

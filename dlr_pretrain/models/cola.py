@@ -11,7 +11,7 @@ from dlr_pretrain.config.tree import key
 from dlr_pretrain.models import lowrank
 from dlr_pretrain.models.lowrank import LowRank
 
-SWIGLU = "as in the DLR paper; the authors of CoLA drop it from 350M on"
+SWIGLU = "keep the SwiGLU's SiLU, as in the DLR paper; the authors of CoLA drop it from 350M on"
 
 
 @dataclass

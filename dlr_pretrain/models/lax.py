@@ -22,7 +22,7 @@ NORM_EPS = 1e-6
 
 @dataclass
 class Options(FactorOptions):
-    init: Literal["cola", "kaiming", "xavier"] = key("of the factors; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
+    init: Literal["cola", "kaiming", "xavier"] = key("initialisation; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
     gate: Literal["tensor", "dense"] = key("a two-sided product (tensor), or r x r with bias (dense)")
     exported_keys = ("rank", "gate")
 

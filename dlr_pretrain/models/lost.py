@@ -20,10 +20,10 @@ from dlr_pretrain.models.lowrank import FactorOptions, LowRank, balanced, leadin
 
 @dataclass
 class Options(FactorOptions):
-    rank: int = key("rank r of the factors; by default within the parameters of plain factors of scale.rank", ge=1)
+    rank: int = key("rank r of the factors; default: within the parameter budget of plain factors of scale.rank", ge=1)
     gamma: float = key("share of the low-rank branch", ge=0, le=1)
-    sparsity: float = key("input channels of the sparse branch, as a share of d_in (one at least)", gt=0, le=1)
-    activation: Literal["silu", "none"] = key("between the factors")
+    sparsity: float = key("input channels of the sparse branch, as a share of d_in (at least one)", gt=0, le=1)
+    activation: Literal["silu", "none"] = key("activation between the factors")
     residual_rank: int = key("singular values beyond the rank that choose the channels", ge=1)
     exported_keys = ("rank", "gamma", "sparsity", "activation")
 

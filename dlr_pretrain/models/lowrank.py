@@ -25,7 +25,7 @@ class FactorOptions(BackboneOptions):
 
 @dataclass
 class Options(FactorOptions):
-    init: Literal["cola", "kaiming", "xavier"] = key("of the factors; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
+    init: Literal["cola", "kaiming", "xavier"] = key("initialisation; cola: Var[(B A)_ij] = 1 / (d_in + d_out)")
     latent_scale: float = key("factor s of the latent", gt=0)
     exported_keys = ("rank", "latent_scale")
 

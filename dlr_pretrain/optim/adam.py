@@ -19,7 +19,7 @@ from dlr_pretrain.util.tensors import ALPHA, at_least_fp32
 class AdamOptions(OptimizerOptions):
     beta1: float = key("decay of first moments", ge=0, lt=1)
     beta2: float = key("decay of second moments", ge=0, lt=1)
-    eps: float = key("added before the bias correction", ge=1e-30)
+    eps: float = key("added to the root of second moments before the bias correction", ge=1e-30)
     weight_decay: float = key("share of a weight that an update at rate 1 removes", ge=0)
 
     @property

@@ -42,7 +42,7 @@ class Options(AdamOptions):
     """
 
     eps: float = key("added to the root of second moments", ge=1e-30)
-    weight_decay: float = key("on every parameter, as in the paper", ge=0)
+    weight_decay: float = key("applied to every parameter, as in the paper", ge=0)
     elementwise = True
     rounds_stochastically = True
 

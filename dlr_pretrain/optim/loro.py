@@ -19,10 +19,10 @@ from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole
 class Options(AdamOptions):
     """LORO on pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all other parameters."""
 
-    schedule: Literal["loro", "cosine"] = key("a cosine that restarts after each exact step, or as all others")
+    schedule: Literal["loro", "cosine"] = key("loro: a cosine that restarts after each exact step; cosine: as usual")
     exact_every: int = key("updates between exact steps", ge=1)
     restart_warmup: int = key("updates of warm-up after an exact step", ge=0)
-    shift: int | None = key("delay of the cosine, a multiple of exact_every; null: that in the warm-up", ge=0)
+    shift: int | None = key("delay of the cosine, a multiple of exact_every; null: the largest in the warm-up", ge=0)
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}

@@ -22,7 +22,7 @@ class Options(adamw.Options):
     root mean square of AdamW's, so both use the same learning rate.
     """
 
-    weight_decay: float = key("under precision=bf16 it rounds away on the matrices", ge=0)
+    weight_decay: float = key("under precision=bf16, rounding cancels it on the matrices", ge=0)
     momentum: float = key("decay of the momentum", ge=0, lt=1)
     ns_steps: int = key("Newton-Schulz iterations", ge=1, le=99)
     elementwise = False
