@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train import loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests import conftest
@@ -53,16 +53,8 @@ def test_a_checkpoint_of_a_merging_step_is_of_after_the_merge(train, tmp_path):
     assert rates[5] > 0 and rates[6] == 0 and 0 < rates[7] < rates[5]
 
 
-class Late(Pending):
-    """Metrics a step late, as on a GPU."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.lag = 1
-
-
 def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
+    monkeypatch.setitem(loop.LAG, "cpu", 1)  # as on a GPU
     choice = ("backbone=relora", "backbone.merge_every=2", "backbone.restart_warmup=0", "train.warmup_steps=0")
     with pytest.raises(UserError, match=r"step 2: loss .* not finite"):
         train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")

@@ -13,14 +13,13 @@ from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
 from dlr_pretrain.optim.optimizer import Optimizer
+from dlr_pretrain.train import loop
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
-from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -102,7 +101,7 @@ def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch,
     """The step that has no data is not taken; it is no update that was left out."""
     poison(6, 7, 9)
     whole, take, taken = final(train(tmp_path / "whole", *SKIP)), TrainLoader.take, []
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
+    monkeypatch.setitem(loop.LAG, "cpu", 1)  # as on a GPU
 
     def waiting(self, stop, timeout):
         taken.append(1)
@@ -121,10 +120,10 @@ def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch,
     assert len(list((tmp_path / "parts" / "nonfinite").iterdir())) == 3
 
 
-@pytest.mark.parametrize(("pending", "last"), [(Pending, 11), (Late, 12)])
-def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pending, last):
+@pytest.mark.parametrize(("lag", "last"), [(0, 11), (1, 12)])
+def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, lag, last):
     poison(3, 4, *range(8, 20))
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", pending)
+    monkeypatch.setitem(loop.LAG, "cpu", lag)
     with pytest.raises(UserError, match=r"the last 4 updates were not finite, and train.max_skipped=3"):
         train(tmp_path / "run", *SKIP, "train.max_skipped=3", "checkpoint.every=100")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())

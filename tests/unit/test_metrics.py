@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.train import metrics
-from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
-from dlr_pretrain.train.update import Outcome
+from dlr_pretrain.train import loop, metrics
+from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.trial import random_batch, trial_loop
+from dlr_pretrain.train.update import Outcome, to_host
 from dlr_pretrain.util.files import read_metrics
 
 
@@ -102,17 +104,41 @@ def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
     assert steps(tmp_path / "metrics.jsonl") == list(range(1, 3001))
 
 
-def test_metrics_are_due_in_order_after_their_lag():
-    pending = Pending(torch.device("cpu"))
+def test_an_outcome_reaches_the_host_as_it_was():
     values = Outcome(1.5, 2.0, 0.0, 0.0, 2.0**40 + 1, 0.0)
-    sent = Outcome(*(torch.tensor(value, dtype=torch.float64) for value in values))
-    pending.push(0, sent, None)
-    assert [*pending.ready(lambda: False)] == [(0, values, None)]  # on a CPU at once
-    pending.lag, seen = 2, []
-    for step in range(1, 6):
-        pending.push(step, sent, None)
-        seen.append([s for s, *_ in pending.ready(lambda step=step: step == 4)])
-    assert seen == [[], [], [1], [2, 3, 4], []]
+    on_device = [torch.tensor(value, dtype=torch.float64) for value in values]
+    arrived = to_host(Outcome(*on_device))
+    on_device[0].fill_(9.0)
+    assert arrived() == values
+
+
+class Updates:
+    """Stands for ``Guard``: notes which updates are read after which step; asked to stop in step 4."""
+
+    def __init__(self):
+        self.seen = []
+
+    def stops_after(self, step: int) -> bool:
+        return step == 4
+
+    def see(self, state, step, *_) -> bool:
+        self.seen[-1].append(step)
+        return True
+
+
+@pytest.mark.parametrize(("lag", "seen"), [(0, [[1], [2], [3], [4], [5]]), (2, [[], [], [1], [2, 3, 4], []])])
+def test_outcomes_are_read_in_order_after_their_lag(tmp_path, monkeypatch, lag, seen):
+    cfg, guard = load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"]), Updates()
+    monkeypatch.setitem(loop.LAG, "cpu", lag)
+    with Ranks(cfg) as ranks:
+        trained = trial_loop(cfg, ranks, 64, tmp_path)
+    trained.guard, outcome = guard, Outcome(*torch.ones(6))
+    for _ in range(5):
+        guard.seen.append([])
+        trained.state.step += 1
+        trained.push(outcome, random_batch(cfg, ranks, 64))
+        trained.drain(evaluates=False, at_once=False)
+    assert guard.seen == seen
 
 
 def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):

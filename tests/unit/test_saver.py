@@ -16,7 +16,7 @@ import torch
 from dlr_pretrain.cli import load as load_config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train import checkpoint, saver
-from dlr_pretrain.train.checkpoint import Snapshot, directories, load, newest
+from dlr_pretrain.train.checkpoint import directories, load, newest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.saver import Saver
@@ -41,8 +41,9 @@ def saver_of(folder, ranks=ALONE) -> Saver:
     return Saver(folder, ranks, keeping(9), None, CONSOLE)
 
 
-def snapshot(value: float) -> Snapshot:
-    return Snapshot({"w": torch.full((4, 3), value)}, {}, {"step": int(value)})
+def snapshot(value: float) -> tuple[dict, dict, dict]:
+    """Tensors of a model and of an optimizer, and a state."""
+    return {"w": torch.full((4, 3), value)}, {}, {"step": int(value)}
 
 
 def full_disk(*_):
@@ -68,11 +69,11 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeyp
     monkeypatch.setattr(checkpoint, "write_part", lambda *rest: opened.wait(600) and write(*rest))
     update_record(tmp_path, {"identity": {"seed": 1}})
     with saver_of(tmp_path) as saving:
-        saving.save(given)
-        given.model["w"].fill_(9)
+        saving.save(*given)
+        given[0]["w"].fill_(9)
         assert saving.saved == 0 and newest(saving.root) == (None, {})
         opened.set()
-        saving.save(snapshot(2))
+        saving.save(*snapshot(2))
         assert saving.saved >= 1
     assert [d.name for d in directories(saving.root)] == ["step_00000002", "step_00000001"]
     assert torch.equal(load(saving.root / "step_00000001").model["w"].whole(), torch.full((4, 3), 1.0))
@@ -85,10 +86,10 @@ def test_a_save_that_never_succeeds_ends_with_the_reason(tmp_path, monkeypatch, 
         full_disk()
 
     with saver_of(tmp_path) as saving:
-        saving.save(snapshot(1), final=True)
+        saving.save(*snapshot(1), final=True)
         monkeypatch.setattr(checkpoint, "write_part", filling)
-        saving.save(snapshot(2))
-        for end in (saving.wait, saving.raise_error, lambda: saving.save(snapshot(3))):
+        saving.save(*snapshot(2))
+        for end in (saving.wait, saving.raise_error, lambda: saving.save(*snapshot(3))):
             with pytest.raises(UserError, match=r"step 2 could not .*No space left.*the same command resumes"):
                 end()
     assert capsys.readouterr().out.count("step 2 could not be written") == 1
@@ -108,7 +109,7 @@ def test_what_forbids_a_save_reaches_the_caller_as_it_is(tmp_path, kind):
     heartbeat = SimpleNamespace(may_wait=nullcontext, require_held=refuse)
     broken = {"gather": refuse} if kind is RuntimeError else {"heartbeat": heartbeat}
     saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | broken))
-    saving.save(snapshot(1))
+    saving.save(*snapshot(1))
     with pytest.raises(kind, match="Connection closed"):
         saving.wait()
     assert newest(saving.root) == (None, {}) and theirs.exists() == (kind is UserError)
@@ -118,7 +119,7 @@ def test_a_fault_that_is_not_the_disks_is_not_tried_again(tmp_path, monkeypatch)
     attempts = []
     monkeypatch.setattr(checkpoint, "write_part", lambda *_: attempts.append(1) or {}["a"])
     saving = saver_of(tmp_path)
-    saving.save(snapshot(1))
+    saving.save(*snapshot(1))
     with pytest.raises(UserError, match=r"^KeyError: 'a'$"):
         saving.wait()
     assert len(attempts) == 1 and not list(saving.root.iterdir())
