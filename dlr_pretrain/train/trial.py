@@ -10,12 +10,11 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.guard import Guard
+from dlr_pretrain.train.guard import Guard, StopRequest
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import new_model, new_optimizer
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Update
 
 

@@ -91,7 +91,7 @@ def test_a_fold_that_was_stopped_or_is_gone_is_made_again(train, tmp_path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("dlr_pretrain.train.run.finish", long)
-        patched.setattr("dlr_pretrain.train.stop.exit_process", ended)
+        patched.setattr("dlr_pretrain.train.guard.exit_process", ended)
         with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
             train(folder, *given)
     assert not (folder / "folded").exists()

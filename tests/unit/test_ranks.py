@@ -14,9 +14,9 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
+from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ended, on_ranks
@@ -81,7 +81,7 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(f"dlr_pretrain.train.{stage}", interrupted)
-        patched.setattr("dlr_pretrain.train.stop.exit_process", ended)
+        patched.setattr("dlr_pretrain.train.guard.exit_process", ended)
         with pytest.raises(Stopped, match="stopped before the first step"):
             train(tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) is before
