@@ -1,4 +1,4 @@
-"""Updates without the data of a run, for the doctor, measurements and tests."""
+"""Updates without a run's data, for the doctor, measurements and tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlr_pretrain.train.update import Update
 
 
 def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:
-    """The updates of ``model`` (default: a new one), for checks and measurements without the data of a run."""
+    """The updates of ``model``; by default of a new model."""
     model = model or new_model(cfg, ranks, vocab_size)
     return Update(cfg, ranks, model, new_optimizer(cfg, model))
 
@@ -33,7 +33,7 @@ def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path) -> Loo
 
 
 def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
-    """This rank's batch of random tokens."""
+    """A batch of random tokens for this rank."""
     rows = cfg.train.global_batch // ranks.world_size
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)

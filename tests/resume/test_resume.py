@@ -113,7 +113,7 @@ def test_other_mathematics_and_other_text_are_refused(train, stop, tmp_path, cor
     record = json.loads((tmp_path / "run" / "manifest.json").read_text())
     del record["saved"]  # as after a kill between the first save and its note
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"is of another run \(train.lr: 0.01 there, 0.02 here\)"):
+    with pytest.raises(UserError, match=r"belongs to another run \(train.lr: 0.01 there, 0.02 here\)"):
         train(tmp_path / "run", f"data.root={texts}", "train.lr=0.02")
     train(tmp_path / "run", f"data.root={texts}", "train.micro_batch=4", "checkpoint.keep_last=1", "train.steps=20")
     for split in ("train", "validation"):
@@ -131,7 +131,7 @@ def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys
     stop(folder, 6)
     root, lines = folder / "checkpoints", (folder / "metrics.jsonl").read_bytes()
     root.rename(hidden)
-    with pytest.raises(UserError, match=r"checkpoints: none, and step 6 was saved. Restore it"):
+    with pytest.raises(UserError, match=r"checkpoints: no checkpoint, but step 6 was saved. Restore it"):
         train(folder)
     assert (folder / "metrics.jsonl").read_bytes() == lines
     hidden.rename(root)
@@ -156,7 +156,7 @@ def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys
     assert_same(final(train(folder)), whole)
     said = capsys.readouterr().out
     assert "step_00000007: part_00000_of_00001.safetensors fails its checksum" in said and "after step 6" in said
-    assert "the last saved, of step 7, is not there" in said
+    assert "the last saved checkpoint, of step 7, is missing" in said
     assert len(list(root.glob("damaged_step_00000007_*"))) == 1
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_run_is_refused(train, stop, tmp_path):
     stop(tmp_path / "other", 3, "scale.hidden_size=48")
     shutil.rmtree(tmp_path / "one" / "checkpoints")
     shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "one" / "checkpoints")
-    with pytest.raises(UserError, match=r"step_00000003: it is of another run \(scale.hidden_size: 48 there"):
+    with pytest.raises(UserError, match=r"step_00000003 belongs to another run \(scale.hidden_size: 48 there"):
         train(tmp_path / "one")
 
 

@@ -76,7 +76,7 @@ def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin
     assert (
         "after step 10: the learning rate there is 0.00126" in said
         and "train.lr: 0.01 there, 0.002 here" in said
-        and "the data start anew" in said
+        and "the data start from the beginning" in said
         and "data.seed: 42 there, 7 here" in said
     )
 
