@@ -143,7 +143,7 @@ class Guard:
             self._keep_batch(step, outcome, batch)
             if skip:
                 state.skipped = state.skipped.and_step(step)
-                self.console.say(f"warning: step {step}: {_describe(outcome)}: left out, see {self.folder}")
+                self.console.say(f"warning: step {step}: {_describe(outcome)}: skipped, see {self.folder}")
                 self._fail_if_too_many(state.skipped)
         if outcome.ends:
             self.ended_by = (step, outcome)
@@ -227,7 +227,7 @@ class Guard:
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise (Stopped if kinds == {Stopped} else kind)(f"step {step} was not taken. {before}. {reasons}")
         rule = f"step {step}: {_describe(outcome)}: not finite. The update was not applied"
-        fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or leave such steps out with"
+        fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or skip such steps with"
         raise Diverged(f"{rule}. {before}. {fix} train.on_nonfinite=skip")
 
     def raise_if_failed(self) -> None:

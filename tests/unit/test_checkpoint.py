@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or does not count, whatever interrupts the saving of it."""
+"""A checkpoint is complete or does not count, whatever interrupts its save."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keeping(last: int, every: int | None = None) -> tree.Checkpoint:
 
 
 def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int = 1) -> Path:
-    """What the threads of the ranks do, one after the other."""
+    """Does what the threads of the ranks do, one rank after another."""
     given, folder, parts = given or snapshot(step), checkpoint.begin(root, checkpoint.name_of(step)), []
     for rank in range(ranks):
         parts.append(checkpoint.write_part(folder, rank, ranks, checkpoint.share(*given[:2], rank, ranks)))
@@ -41,7 +41,7 @@ def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int =
 
 
 def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
-    """Tensors in the layouts that models have: views of one storage, a transpose, odd sizes, scalars, one element."""
+    """Tensors in layouts of models: views of one storage, a transpose, odd sizes, scalars, one element."""
     generator = torch.Generator().manual_seed(step)
     stack = torch.randn(3, 5, 7, generator=generator).to(dtype)
     model = {
@@ -96,7 +96,7 @@ def test_rows_that_ranks_wrote_are_read_across_their_borders(tmp_path):
             assert torch.equal(found.rows(first, end), whole[first:end])
 
 
-def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path):
+def test_keep_last_and_keep_every_choose_the_checkpoints(tmp_path):
     for step in (1, 2, 3, 10, 100_000_000):
         save(tmp_path / "last", step, keep=keeping(2))
     assert names(tmp_path / "last") == {"step_00000010", "step_100000000"}
@@ -115,7 +115,7 @@ def test_junk_is_neither_a_checkpoint_nor_touched(tmp_path):
     assert names(tmp_path) == before | {"step_00000001"}
 
 
-def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
+def test_nothing_is_deleted_while_a_disk_does_not_answer(tmp_path, monkeypatch):
     def silent(*_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -136,8 +136,8 @@ def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
     (checkpoint, "save_file"), (checkpoint, "write_durably"), (checkpoint, "_hide"), (files, "sync"),
     (os, "rename"), (os, "replace"), (Path, "rename"), (Path, "chmod"), (shutil, "rmtree"),
 ])  # fmt: skip
-def test_a_kill_at_any_stage_leaves_a_valid_one_and_a_way_on(tmp_path, monkeypatch, owner, stage):
-    """The kill is an exception that nothing handles, before each call of ``stage`` in turn, and after each."""
+def test_a_kill_at_any_stage_leaves_a_valid_checkpoint(tmp_path, monkeypatch, owner, stage):
+    """The kill is an exception that nothing handles, before and after each call of ``stage`` in turn."""
     real, calls, deadly, late = getattr(owner, stage), 0, 0, False
 
     def killing(*given, **named):
@@ -177,7 +177,7 @@ def rewrite(folder: Path, **entries) -> None:
 
 
 def forge(folder: Path, **entries) -> None:
-    """As ``rewrite``, with the checksum of what is written."""
+    """As ``rewrite``, with a valid checksum."""
     content = json.loads((folder / CONTENT).read_text()) | entries
     del content["sha256"]
     rewrite(folder, **entries, sha256=checkpoint._digest(content))
@@ -190,7 +190,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", [3, 99])
-def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path, format):
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, format):
     for step in (1, 2):
         save(tmp_path, step)
     forge(tmp_path / "step_00000002", format=format)
@@ -217,7 +217,7 @@ def test_files_have_the_mode_of_their_folder(tmp_path, umask):
     (f"{PART} is missing", lambda d: (d / PART).unlink()),
     (f"{PART} fails its checksum", lambda d: flip(d / PART)),
 ])  # fmt: skip
-def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault, damage):
+def test_a_damaged_checkpoint_is_skipped_with_its_fault(tmp_path, fault, damage):
     for step in (1, 2):
         save(tmp_path, step)
     first, second = tmp_path / "step_00000001", tmp_path / "step_00000002"
@@ -227,4 +227,4 @@ def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault, damage):
     damage(first)
     with pytest.raises(UserError, match=rf"no valid checkpoint: .*step_00000001: {fault}.*start over"):
         newest(tmp_path)
-    assert_is(load(save(tmp_path, 2)), snapshot(2))  # it takes the place of a damaged one
+    assert_is(load(save(tmp_path, 2)), snapshot(2))  # it replaces a damaged one

@@ -1,4 +1,4 @@
-"""What a person sees: the metrics of a step, evaluations, and nothing where the console is off."""
+"""What a user sees: the metrics of a step, evaluations, and nothing if the console is off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def record(step: int, **values) -> dict:
 EVALUATION = {"eval/loss": 3.0, "eval/perplexity": math.exp(3), "eval/perplexity_galore": 19.5}
 
 
-def test_elsewhere_steps_at_intervals_and_evaluations_are_said():
+def test_without_a_terminal_steps_are_printed_at_intervals():
     out = io.StringIO()
     shown = console(out, "log.every=4")
     for step in range(1, 11):
@@ -52,7 +52,7 @@ def test_only_an_enabled_console_writes():
         assert stream.getvalue() == ""
 
 
-def test_on_a_terminal_the_live_line_makes_room_for_what_is_said():
+def test_the_live_line_makes_room_for_other_output():
     out = Terminal()
     shown = console(out)
     shown.step(record(2), 1.0)

@@ -1,4 +1,4 @@
-"""metrics.jsonl holds every trained step once; throughput counts what it says."""
+"""metrics.jsonl holds every trained step once, and the throughput is right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(path) -> list[int]:
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "train/lo', '{"step": 6}', "\x00\x00\x00"])
-def test_a_resume_cuts_what_lies_beyond_its_checkpoint(tmp_path, torn):
+def test_a_resume_cuts_records_beyond_its_checkpoint(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
     with MetricsFile(path) as file:
@@ -39,7 +39,7 @@ def test_a_resume_cuts_what_lies_beyond_its_checkpoint(tmp_path, torn):
     with MetricsFile(path, 3) as file:
         assert path.read_text() == "".join(lines[:3])
         file.write({"step": 4})
-        assert steps(path) == [1, 2, 3, 4]  # no buffer of our own
+        assert steps(path) == [1, 2, 3, 4]  # without a buffer in this process
     MetricsFile(path).file.close()
     assert path.read_bytes() == b"" and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -55,7 +55,7 @@ def test_lost_records_are_counted_and_damaged_lines_kept(tmp_path):
         assert file.missing == 6
 
 
-def test_numbers_come_back_as_they_were(tmp_path):
+def test_numbers_are_read_as_written(tmp_path):
     record = {"step": 1, "a": math.nan, "b": -math.inf, "c": None, "d": 0.1 + 0.2, "e": 10**15}
     with MetricsFile(tmp_path / "m") as file:
         file.write(record)
@@ -64,7 +64,7 @@ def test_numbers_come_back_as_they_were(tmp_path):
     assert back == record | {"a": None, "b": None}  # JSON has no such numbers
 
 
-def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
+def test_lines_refused_by_a_full_disk_are_written_later(tmp_path):
     class Disk:
         room = 9
 
@@ -93,8 +93,8 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
         assert steps(path) == [1, 2, 3]
 
 
-def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
-    """Its thread asks for what is written while the next lines come."""
+def test_a_concurrent_save_writes_no_line_twice(tmp_path):
+    """Its thread calls ``sync`` while training writes the next lines."""
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         saving = threading.Thread(target=lambda: [file.sync() for _ in range(300)])
         saving.start()
@@ -141,7 +141,7 @@ def test_outcomes_are_read_in_order_after_their_lag(tmp_path, monkeypatch, lag, 
     assert guard.seen == seen
 
 
-def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
+def test_speed_averages_the_last_steps_without_pauses(monkeypatch):
     now = 100.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.global_batch=8", "train.seq_len=8"])

@@ -1,4 +1,4 @@
-"""W&B and TensorBoard show a run and never stand in its way: the real clients, and a W&B server on the loopback."""
+"""W&B and TensorBoard show a run and never delay or end it: the real clients, and a W&B server on the loopback."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SECRETS = {"HF_TOKEN": "hf_" + "pLanted" * 5, "HTTPS_PROXY": "http://planted-use
 
 
 class WandbServer:
-    """What the real client needs of a W&B server. It never answers a path that ends with ``silent`` ("": any path)."""
+    """What the real client needs of a W&B server. Paths that end with ``silent`` ("": all paths) get no answer."""
 
     def __init__(self):
         self.silent: str | None = None
         self.runs: dict[str, dict] = {}
-        self.unanswered, self.released = threading.Event(), threading.Event()  # released: lets go of what has no answer
+        self.unanswered, self.released = threading.Event(), threading.Event()  # released: ends unanswered requests
 
     def answer(self, path: str, content: bytes) -> dict:
         if path == "/graphql":
@@ -70,12 +70,12 @@ class WandbServer:
         bucket |= {"config": json.dumps(run["config"]), "summaryMetrics": json.dumps(run["summary"])}
         bucket |= {"historyTail": json.dumps([json.dumps(row) for row in run["history"][-1:]]), "eventsTail": "[]"}
         bucket |= {"historyLineCount": len(run["history"]), "eventsLineCount": 0}
-        return bucket | {"wandbConfig": json.dumps({"t": 1})}  # without t the client takes the run for a new one
+        return bucket | {"wandbConfig": json.dumps({"t": 1})}  # without t the client treats the run as new
 
 
 @pytest.fixture(autouse=True)
 def server(tmp_path, monkeypatch):
-    """A W&B server that clients find, a key for it, a home of its own, and nothing of W&B's from outside."""
+    """A W&B server that clients find, a key for it, a home of its own, and no other settings of W&B."""
     server = WandbServer()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -109,7 +109,7 @@ def server(tmp_path, monkeypatch):
 
 
 def history(folder: Path) -> list[dict]:
-    """The rows of a folder of W&B, by its own reader."""
+    """The rows of a W&B folder, by W&B's own reader."""
     line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     records = map(json.loads, subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines())
     return [record["history"]["item"] for record in records if record["type"] == "history"]
@@ -199,7 +199,7 @@ def test_the_next_start_sends_only_what_the_server_lacks(tmp_path, server):
      {"project": "mine", "notes": "n", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
     ({"WANDB_DISABLED": "true"}, [], None),
 ])  # fmt: skip
-def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
+def test_environment_variables_apply_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
     (other := tmp_path / "other").mkdir()
     for name, value in ({"WANDB_MODE": "offline"} | variables).items():
         monkeypatch.setenv(name, value.format(other=other))
@@ -216,7 +216,7 @@ def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch
         assert found.startswith(str(other)) if name == "dir" else found == value
 
 
-def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
+def test_a_hanging_or_failing_sink_loses_only_its_records(monkeypatch):
     console = Console(load(TINY), enabled=True, stream=io.StringIO())
     gate = threading.Event()
 
@@ -247,7 +247,7 @@ def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
     gate.set()
 
 
-def test_tensorboard_shows_what_was_trained_also_after_a_resume(tmp_path, train, no_export, capsys):
+def test_tensorboard_shows_the_trained_steps_after_a_resume(tmp_path, train, no_export, capsys):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with pytest.raises(Stopped):
         train(tmp_path / "run", "logger=tensorboard", "train.stop_after=7")
