@@ -248,8 +248,8 @@ def fault(directory: Path) -> str | None:
     if content.pop("sha256", None) != _digest(content):
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
-        rule = f"is whole, but of format {content['format']}, and this version of the code reads format {FORMAT}"
-        raise UserError(f"{directory}: {rule}. Go on with the version that wrote it, or name another run.dir")
+        rule = f"is complete, but in format {content['format']}; this version of the code reads format {FORMAT}"
+        raise UserError(f"{directory} {rule}. Continue with the version that wrote it, or name another run.dir")
     if wrong := misfit(content, WHOLE):
         return f"{CONTENT} is not of this format: {wrong}"
     if content["state"]["step"] != step_of(directory):

@@ -101,13 +101,9 @@ class Guard:
     saver: Saver
     console: Console
     tokenizer: Tokenizer | None
-    error: UserError | None = None  # why this rank must end the run
+    error: UserError | None = None  # why this rank must end the run: the first reason
     ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of the update that ended the run, unapplied
     stop_requested: bool = False  # whether any rank was asked to stop; the same on all ranks
-
-    def fail(self, error: UserError) -> None:
-        """Note why this rank must end the run. The first reason counts."""
-        self.error = self.error or error
 
     @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
@@ -117,7 +113,7 @@ class Guard:
             if self.error is None:
                 return self._take(loader)
         except UserError as error:
-            self.fail(error)
+            self.error = self.error or error
         return Batch.empty(self.cfg, self.cfg.train.global_batch // self.ranks.world_size)
 
     def _take(self, loader: TrainLoader) -> Batch:
@@ -175,7 +171,7 @@ class Guard:
     def _fail_if_too_many(self, skipped: Skipped) -> None:
         if skipped.in_a_row > self.cfg.train.max_skipped:
             rule = f"the last {skipped.in_a_row} updates were not finite"
-            self.fail(Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}"))
+            self.error = self.error or Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
 
     def stops_after(self, step: int) -> bool:
         """Whether the run was asked to save and end after ``step``."""

@@ -25,7 +25,6 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import Skipped, TrainState, load_tensors, saved_tensors
 from dlr_pretrain.train.update import Outcome, Update, to_host
 
-Evaluate = Callable[[Llama], dict[str, float | None]]  # returns the metrics of an evaluation
 LAG = {"cpu": 0, "cuda": 1}  # how many steps later than its update an outcome is read on the host
 
 
@@ -48,7 +47,7 @@ class Loop:
     cfg: Config
     ranks: Ranks
     update: Update
-    evaluator: Evaluate
+    evaluator: Callable[[Llama], dict[str, float | None]]  # returns the metrics of an evaluation
     sinks: Sequence[Callable[[dict], None]]  # they take the record of each step; on rank 0 only
     saver: Saver
     guard: Guard
@@ -75,16 +74,16 @@ class Loop:
             self.push(outcome, batch)
 
             last = state.step == cfg.train.steps
-            evaluates, merges = last or state.step % cfg.eval.every == 0, merge_due(cfg, state.step)
+            evaluates = last or state.step % cfg.eval.every == 0
+            merges = merge_due(cfg, state.step)
             saves = last or state.step % cfg.checkpoint.every == 0
             self.drain(evaluates, at_once=evaluates or merges or saves)
             if guard.ended_by is not None:
                 self.end_before(*guard.ended_by)
-            if merges:
-                with self.meter.paused():
+            with self.meter.paused():
+                if merges:
                     self.update.merge(state.step)
-            if saves or guard.stops_after(state.step):
-                with self.meter.paused():
+                if saves or guard.stops_after(state.step):
                     self.save(final=last or guard.stops_after(state.step))
             guard.raise_if_stopped(state.step)
         guard.raise_if_failed()
@@ -111,9 +110,7 @@ class Loop:
             state.streams = batch.state
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
-            record: dict = {"step": step, "train/skipped": state.skipped.total}
-            record |= {"train/tokens": state.tokens, "train/real_tokens": state.real_tokens}
-            record |= self.meter.record(step, outcome)
+            record = self.meter.record(step, outcome, state)
             if evaluates and step == state.step:
                 with self.meter.paused():
                     record |= self.evaluator(self.update.model)

@@ -19,6 +19,7 @@ from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.device import peak_memory
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import TrainState
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util.files import sound_records, write_durably
 
@@ -87,8 +88,8 @@ class Meter:
         self.times: deque[float] = deque(maxlen=SPEED_WINDOW)  # seconds of the last steps
         self.clock = time.perf_counter()
 
-    def record(self, step: int, outcome: Outcome[float]) -> dict:
-        """The record of update ``step``, which has just ended, without the counts of tokens."""
+    def record(self, step: int, outcome: Outcome[float], state: TrainState) -> dict:
+        """The record of update ``step``, which has just ended; ``state`` counts it already."""
         now = time.perf_counter()
         self.steps += 1
         if self.steps > WARMUP_STEPS:
@@ -97,6 +98,10 @@ class Meter:
         seconds = self.seconds_per_step()
         speed = self.cfg.train.global_batch * self.cfg.train.seq_len / seconds if seconds else None
         return {
+            "step": step,
+            "train/skipped": state.skipped.total,
+            "train/tokens": state.tokens,
+            "train/real_tokens": state.real_tokens,
             "train/loss": finite_or_none(outcome.loss),
             "train/lr": rate(self.cfg, step - 1),
             "train/grad_norm": finite_or_none(outcome.norm),

@@ -29,8 +29,8 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
     """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has memory.
 
     The run's record keeps the number for later starts on as many ranks, because another number would change the
-    rounding of the losses. They use it if it fits without a reserve. Without a GPU, ``auto`` stays. All ranks must
-    call. Raises UserError if not one sequence fits.
+    rounding of the losses. They use it if it fits without a reserve. Without a GPU, ``auto`` means ``null``. All
+    ranks must call. Raises UserError if not one sequence fits.
     """
     if cfg.train.micro_batch != "auto" or ranks.device.type != "cuda":
         return cfg

@@ -147,7 +147,7 @@ class Saver(AbstractContextManager["Saver"]):
                 except _Unwritten as error:
                     failed = f"checkpoint of step {state['step']} could not be written: {error}"
                 if attempt == 0:
-                    self.console.say(f"warning: {failed}: it is tried for another {(TRIES - 1) * PAUSE:.0f} s")
+                    self.console.say(f"warning: {failed}: trying again for {(TRIES - 1) * PAUSE:.0f} s")
             self.error = UserError(f"{failed}; the same command resumes")
         except Exception as error:
             self.error = error

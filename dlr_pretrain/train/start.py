@@ -141,9 +141,9 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     def refuse(keys: tuple[str, ...], what: str, fix: str) -> None:
         if differ := {name: both for name, both in changed.items() if name.startswith(keys)}:
             rule = f"another {what} ({describe_differences(differ)})"
-            raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
+            raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set the same keys{fix}")
 
-    refuse(MODEL_KEYS, "model", "; from the other run's folded folder weights start under another dlr, too")
+    refuse(MODEL_KEYS, "model", "; the weights of its folded folder also start under another dlr")
     found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
@@ -152,7 +152,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     refuse(OPTIMIZER_KEYS, "optimizer", ", or leave out run.start_optimizer")
     if found.step >= cfg.train.steps:
         rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
-        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
+        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set a larger number")
     if any(name.startswith(DATA_KEYS) for name in changed):
         found.state["streams"] = {}
         say("the data start from the beginning, because their keys differ")

@@ -86,12 +86,14 @@ def new_model(
 
 
 def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
-    """The optimizer of ``model``. The model comes in the dtype of the state, and has its working weights afterwards."""
+    """The optimizer of ``model``. The model comes in the dtype of the state, and is cast to its working weights."""
     precision, dlr = cfg.precision.name, cfg.dlr
+    working, compiled = dict(model.named_parameters()), bool(cfg.compile)
     values = residuals = None
     if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_fsdp(model):
-        values = _masters_(model, WORKING_DTYPE[precision])
-    working, compiled = dict(model.named_parameters()), bool(cfg.compile)
+        values = {name: p.detach() for name, p in working.items()}  # the fp32 masters
+        for p in working.values():
+            p.data = p.data.to(WORKING_DTYPE[precision])
     if dlr.enabled and dlr.mode == "residual":
         residuals = Residuals(model, dlr, values or working, compiled and model.lm_head.weight.is_cuda)
     return Optimizer(
@@ -103,15 +105,6 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
         compiled=compiled,
         rounding_seed=cfg.seed if precision == "bf16_sr" else None,
     )
-
-
-@torch.no_grad()
-def _masters_(model: Llama, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of ``model``, by name, in their dtype; casts the model itself to ``dtype``."""
-    masters = {name: p.detach() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.data = masters[name].to(dtype)
-    return masters
 
 
 def saved_tensors(model: Llama, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

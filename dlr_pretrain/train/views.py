@@ -40,7 +40,10 @@ SETTINGS: dict[str, Any] = {
 
 
 class View(AbstractContextManager["View"]):
-    """Passes the record of each step to a sink, in a thread of its own, because the sink may block or fail."""
+    """Passes the record of each step to a sink in a thread of its own: training never waits for the sink.
+
+    Every call of the sink may block or fail.
+    """
 
     def __init__(self, label: str, console: Console, start: Callable[[], TensorBoard | Wandb]):
         self.label, self.console, self.start = label, console, start

@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path, format):
     for step in (1, 2):
         save(tmp_path, step)
     forge(tmp_path / "step_00000002", format=format)
-    with pytest.raises(UserError, match=f"is whole, but of format {format}.*Go on with the version that wrote it"):
+    with pytest.raises(UserError, match=f"but in format {format}.*Continue with the version that wrote it"):
         newest(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 

@@ -16,6 +16,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train import loop, metrics
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import TrainState
 from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.train.update import Outcome, to_host
 from dlr_pretrain.util.files import read_metrics
@@ -149,7 +150,7 @@ def test_speed_averages_the_last_steps_without_pauses(monkeypatch):
     meter, outcome = Meter(cfg, ranks, None, 1), Outcome(1.0, math.inf, 0.0, 0.0, 64.0, 0.0)
 
     def speed() -> float | None:
-        return meter.record(1, outcome)["perf/tokens_per_second"]
+        return meter.record(1, outcome, TrainState())["perf/tokens_per_second"]
 
     for _ in range(WARMUP_STEPS):
         now += 50.0
