@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FORMAT = 4
 CONTENT = "checkpoint.json"
-WHOLE: Shape = {"state": {"step": int}, "files": {"*": {"sha256": str, "rows": dict}}}
+CONTENT_SHAPE: Shape = {"state": {"step": int}, "files": {"*": {"sha256": str, "rows": dict}}}
 
 
 class TensorRows(NamedTuple):
@@ -192,7 +192,7 @@ class Checkpoint:
 
 def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
     """Open a checkpoint that ``newest`` has found valid; for ``ranks`` see ``StoredTensor``."""
-    content = read_json(directory / CONTENT, WHOLE)
+    content = read_json(directory / CONTENT, CONTENT_SHAPE)
     pieces: dict[str, list[tuple[int, Any]]] = {}
     counts: dict[str, int | None] = {}
     for path, entry in content["files"].items():
@@ -250,7 +250,7 @@ def fault(directory: Path) -> str | None:
     if content["format"] != FORMAT:
         rule = f"is complete, but in format {content['format']}; this version of the code reads format {FORMAT}"
         raise UserError(f"{directory} {rule}. Continue with the version that wrote it, or name another run.dir")
-    if wrong := misfit(content, WHOLE):
+    if wrong := misfit(content, CONTENT_SHAPE):
         return f"{CONTENT} is not of this format: {wrong}"
     if content["state"]["step"] != step_of(directory):
         return f"holds step {content['state']['step']}, unlike its name"

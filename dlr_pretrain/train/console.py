@@ -19,7 +19,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
-LABEL = 12  # characters in the summary's first column
+LABEL_WIDTH = 12  # characters in the summary's first column
 
 
 class Console:
@@ -42,9 +42,9 @@ class Console:
         """Write each label with its text, wrapped to the terminal's width."""
         for label, text in rows.items():
             wrapped = textwrap.wrap(
-                text, max(28, self.width - 1 - LABEL), break_long_words=False, break_on_hyphens=False
+                text, max(28, self.width - 1 - LABEL_WIDTH), break_long_words=False, break_on_hyphens=False
             )
-            self.say(label.ljust(LABEL) + ("\n" + " " * LABEL).join(wrapped))
+            self.say(label.ljust(LABEL_WIDTH) + ("\n" + " " * LABEL_WIDTH).join(wrapped))
 
     def step(self, record: dict, seconds_per_step: float | None) -> None:
         """Show the progress after one update, and the evaluation if there was one."""

@@ -3,7 +3,7 @@
 An update whose loss or gradient is not finite changes nothing on the device. ``Guard`` counts it, keeps its batch, and
 ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank whose data fail carries the failure into
 its next update, which changes nothing on any rank: all ranks end at the same step. A save that fails for good fails on
-all ranks. A signal asks one rank to stop, and all ranks learn of it in the next update.
+all ranks. All ranks learn in the next update that any of them was asked to stop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util import process, sharded
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, exit_process, first_line, write_to_stderr
 
-BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
+BEFORE_TRAINING = "before the first step of this start"
+AFTER_TRAINING = "after the last step, before the folded checkpoint"
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
@@ -66,17 +67,17 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         if again:
             return
         if self.trained or not self.ranks.heartbeat.step:
-            stopped = _stopped(AFTER if self.trained else BEFORE)
+            stopped = _stopped(AFTER_TRAINING if self.trained else BEFORE_TRAINING)
             if self.ranks.heartbeat.holds:
                 record_stop(self.ranks.heartbeat.folder, stopped)
             exit_process(stopped, say=self.ranks.is_main)
         if self.ranks.is_main:
             write_to_stderr("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
 
-    def finishing(self) -> None:
+    def training_done(self) -> None:
         """Note that all steps are saved: the run stops at once if it was asked to, or is asked from now on."""
         self.trained = True
-        self.raise_if_asked(AFTER)
+        self.raise_if_asked(AFTER_TRAINING)
 
     def raise_if_asked(self, when: str) -> None:
         """Between the stages of a run: raise ``Stopped`` on every rank if any rank was asked to stop."""
@@ -130,7 +131,7 @@ class Guard:
             write_to_stderr(traceback.format_exc())
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
-    def see(self, state: TrainState, step: int, outcome: Outcome[float], batch: Batch) -> bool:
+    def review(self, state: TrainState, step: int, outcome: Outcome[float], batch: Batch) -> bool:
         """Take note of an update, and count it if it was skipped. Returns whether the run goes on from it."""
         self.stop_requested = self.stop_requested or outcome.stops > 0
         skip = self.cfg.train.on_nonfinite == "skip"

@@ -105,7 +105,7 @@ class Loop:
         while len(self.pending) > (0 if at_once or self.guard.stops_after(state.step) else self.lag):
             step, arrived, batch = self.pending.popleft()
             outcome = arrived()
-            if not self.guard.see(state, step, outcome, batch):
+            if not self.guard.review(state, step, outcome, batch):
                 break
             state.streams = batch.state
             state.tokens += self.update.tokens

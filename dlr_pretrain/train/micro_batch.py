@@ -17,7 +17,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 
-USABLE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
+USABLE_SHARE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 
 
 def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
@@ -38,7 +38,7 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
     share = cfg.train.global_batch // world
     kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
     most = kept.get(str(world), share)
-    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE)
+    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE_SHARE)
 
     def fits(rows: int) -> bool:
         return planned_memory(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room

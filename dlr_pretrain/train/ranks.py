@@ -20,10 +20,10 @@ from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import RankLost, Stopped, UserError, file_error, first_line, write_to_stderr
 
 T = TypeVar("T")
-CONNECT = 600.0  # seconds in which the devices of all ranks must reach each other
-COLLECTIVE = 3600.0  # least time limit of a collective in seconds: in it, ranks wait for what rank 0 does alone
-SLACK = 120.0  # seconds that a collective may take beyond the heartbeat's limit; the heartbeat should end it first
-LONGEST_WAIT = 1e8  # seconds
+CONNECT_SECONDS = 600.0  # seconds in which the devices of all ranks must reach each other
+COLLECTIVE_SECONDS = 3600.0  # least time limit of a collective: in it, ranks wait for what rank 0 does alone
+SLACK_SECONDS = 120.0  # of a collective beyond the heartbeat's limit: the heartbeat should end it first
+LONGEST_SECONDS = 1e8  # that torch takes as a limit
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -39,7 +39,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.device = find_device(cfg)
         self.control: dist.ProcessGroup | None = None
         process.die_with_agent()
-        self._wait = timedelta(seconds=min(max(COLLECTIVE, self.heartbeat.limit + SLACK), LONGEST_WAIT))
+        seconds = max(COLLECTIVE_SECONDS, self.heartbeat.limit + SLACK_SECONDS)
+        self._wait = timedelta(seconds=min(seconds, LONGEST_SECONDS))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             try:
@@ -60,7 +61,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         """Use the device for the first time, after all checks that need none."""
         prepare_device(self.device)
         if self.world_size > 1:  # NCCL connects in the first collective, and may wait indefinitely for a broken link
-            with self.heartbeat.may_wait(max(CONNECT, self.heartbeat.limit)):
+            with self.heartbeat.may_wait(max(CONNECT_SECONDS, self.heartbeat.limit)):
                 self.sum(torch.zeros((), device=self.device)).item()
 
     def to_device(self, tensor: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class Run:
 
     def fold(self, model: Llama, optimizer: Optimizer) -> None:
         """Write the folded checkpoint."""
-        self.stop.finishing()
+        self.stop.training_done()
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
         checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.corpus))

@@ -19,7 +19,7 @@ from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 
-MATRIX_UPDATE = 7200.0  # seconds that an update of matrices may take: GaLore decomposes all gradients of 7b in one
+MATRIX_UPDATE_SECONDS = 7200.0  # for an update of matrices: GaLore decomposes all gradients of 7b in one
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
 
 
@@ -111,7 +111,7 @@ class Update:
         """Step with the summed, clipped gradients; returns their norm before clipping, and 1 if skipped."""
         norm = parallel.norm_of(self.optimizer.collect())
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
-        with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRIX_UPDATE):
+        with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRIX_UPDATE_SECONDS):
             self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
         self.optimizer.clear()
         parallel.clear_gradients(self.module, self.parameters)

@@ -159,9 +159,10 @@ def init(cfg: Config, run_dir: Path, mode: str):
 
     name = run_dir.resolve().name
     usual = {"project": "dlr_pretrain", "name": name, "group": re.sub(rf"-s{cfg.seed}(?=-|$)", "", name)}
-    chosen = {key: getattr(cfg.logger, key) or unless(of, usual.get(key)) for key, of in VARIABLES.items()}
+    chosen = {key: getattr(cfg.logger, key) or unless(variable, usual.get(key)) for key, variable in VARIABLES.items()}
     chosen |= {"resume": unless("WANDB_RESUME", "allow"), "dir": unless("WANDB_DIR", str(run_dir)), "mode": mode}
-    ours = {key: value for key, value in SETTINGS.items() if unless(f"WANDB_{key.removeprefix('x').upper()}", "ours")}
+    given = {key for key in SETTINGS if os.environ.get(f"WANDB_{key.removeprefix('x').upper()}")}
+    ours = {key: value for key, value in SETTINGS.items() if key not in given}
     wandb.setup(settings=wandb.Settings(silent=True))  # before wandb looks for the key: it would ask on a terminal
     settings = wandb.Settings(silent=True, finish_timeout_raises=True, **ours)
     return wandb.init(id=wandb_id(run_dir), config=to_dict(cfg), settings=settings, **chosen)

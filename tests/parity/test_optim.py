@@ -19,7 +19,7 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim.optimizer import MOMENTS, Optimizer, state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
-from dlr_pretrain.train.update import MATRIX_UPDATE
+from dlr_pretrain.train.update import MATRIX_UPDATE_SECONDS
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA
 from tests.parity.reference import CPU, VOCAB, small
@@ -423,7 +423,7 @@ def test_the_trainer_waits_longer_for_an_update_of_matrices(name):
     with Ranks(cfg) as ranks:
         ranks.heartbeat.may_wait = lambda seconds: waits.append(seconds) or nullcontext()
         trial(cfg, ranks, VOCAB)(random_batch(cfg, ranks, VOCAB), 0, 0.01)
-    assert waits == ([] if name == "adamw" else [MATRIX_UPDATE])
+    assert waits == ([] if name == "adamw" else [MATRIX_UPDATE_SECONDS])
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Updates:
     def stops_after(self, step: int) -> bool:
         return step == 4
 
-    def see(self, state, step, *_) -> bool:
+    def review(self, state, step, *_) -> bool:
         self.seen[-1].append(step)
         return True
 

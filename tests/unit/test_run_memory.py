@@ -10,7 +10,7 @@ import torch
 from dlr_pretrain import __main__ as command
 from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
-from dlr_pretrain.train.micro_batch import USABLE, explain_out_of_memory, planned_memory, resolve_micro_batch
+from dlr_pretrain.train.micro_batch import USABLE_SHARE, explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.update import Update
@@ -26,7 +26,7 @@ def test_auto_fits_the_rank_with_the_least_memory(words, tmp_path, monkeypatch):
 
     def resolved() -> int:
         ranks = SimpleNamespace(device=torch.device("cuda"), world_size=2, on_main=lambda act: act())
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / USABLE, 1e9))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / USABLE_SHARE, 1e9))
         other = max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)
         ranks.gather = lambda own: [own, (other, room[1])]
         return resolve_micro_batch(cfg, ranks, 120, tmp_path).train.micro_batch
@@ -36,7 +36,7 @@ def test_auto_fits_the_rank_with_the_least_memory(words, tmp_path, monkeypatch):
     assert resolved() == 2
     room[0] = 249.0  # a kept number needs no reserve
     assert resolved() == 2
-    room[0] = 249.0 * USABLE  # but it must fit
+    room[0] = 249.0 * USABLE_SHARE  # but it must fit
     assert resolved() == 1
     update_record(tmp_path, {"micro_batch": {}})
     room[0] = 1e6
