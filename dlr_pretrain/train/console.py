@@ -46,11 +46,11 @@ class Console:
             )
             self.say(label.ljust(LABEL_WIDTH) + ("\n" + " " * LABEL_WIDTH).join(wrapped))
 
-    def step(self, record: dict, seconds_per_step: float | None) -> None:
+    def step(self, record: dict) -> None:
         """Show the progress after one update, and the evaluation if there was one."""
         if not self.enabled:
             return
-        line, evaluated = self._progress(record, seconds_per_step), "eval/loss" in record
+        line, evaluated = self._progress(record), "eval/loss" in record
         if self.live and not evaluated:
             while len(line) >= self.width and "  " in line:  # leave out figures that do not fit
                 line = line.rpartition("  ")[0]
@@ -61,13 +61,13 @@ class Console:
         if evaluated:
             self.say(f"  eval  {evaluation(record)}")
 
-    def _progress(self, record: dict, seconds_per_step: float | None) -> str:
-        step, steps = record["step"], self.cfg.train.steps
-        parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {decimal(record['train/loss'], 4)}"]
-        if seconds_per_step and step < steps:
-            parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
-        if record["perf/tokens_per_second"]:
-            parts.append(f"{amount(record['perf/tokens_per_second'])} tok/s")
+    def _progress(self, record: dict) -> str:
+        t, step, speed = self.cfg.train, record["step"], record["perf/tokens_per_second"]
+        parts = [f"step {step:>{len(str(t.steps))}}/{t.steps}", f"loss {decimal(record['train/loss'], 4)}"]
+        if speed and step < t.steps:
+            parts.append(f"eta {duration((t.steps - step) * t.global_batch * t.seq_len / speed)}")
+        if speed:
+            parts.append(f"{amount(speed)} tok/s")
         if record["perf/mfu"]:
             parts.append(f"MFU {record['perf/mfu']:.1%}")
         parts.append(f"{record['perf/max_memory_gb']:.1f} GB")

@@ -116,7 +116,7 @@ class Loop:
                     record |= self.evaluator(self.update.model)
             for sink in self.sinks:
                 sink(record)
-            self.console.step(record, self.meter.seconds_per_step())
+            self.console.step(record)
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
         """Save the state before update ``step``, which changed nothing, and raise why the run ends.

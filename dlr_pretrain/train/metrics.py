@@ -95,8 +95,8 @@ class Meter:
         if self.steps > WARMUP_STEPS:
             self.times.append(now - self.clock)
         self.clock = now
-        seconds = self.seconds_per_step()
-        speed = self.cfg.train.global_batch * self.cfg.train.seq_len / seconds if seconds else None
+        tokens = len(self.times) * self.cfg.train.global_batch * self.cfg.train.seq_len
+        speed = tokens / sum(self.times) if self.times else None
         return {
             "step": step,
             "train/skipped": state.skipped.total,
@@ -110,10 +110,6 @@ class Meter:
             "perf/max_memory_gb": peak_memory(self.ranks.device) / 1e9,
             "time": time.time(),
         }
-
-    def seconds_per_step(self) -> float | None:
-        """Mean over the last steps; None during the first steps."""
-        return sum(self.times) / len(self.times) if self.times else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
