@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from dlr_pretrain.config import Config
@@ -21,6 +21,7 @@ from dlr_pretrain.train.device import peak_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import TrainState
 from dlr_pretrain.train.update import Outcome
+from dlr_pretrain.util.errors import naming
 from dlr_pretrain.util.files import sound_records, write_durably
 
 WARMUP_STEPS = 10  # first steps of a start, which throughput leaves out
@@ -32,7 +33,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
 
     def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 0):
         """The run began after ``first_step``; ``missing`` counts the lost records from there to ``resumed_step``."""
-        self.path, self.unwritten, self.refusal = path, b"", OSError()
+        self.path, self.unwritten = path, b""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while training writes
         found, damaged = sound_records(path)
         kept = [record for record in found if record["step"] <= resumed_step]
@@ -44,26 +45,24 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
 
     def write(self, record: dict) -> None:
         """Append a line. A line that the disk refuses stays in ``unwritten``, and the next call tries again."""
-        self._append(_json_line(record).encode())
-
-    def _append(self, more: bytes = b"") -> None:
-        with self._mutex:
-            self.unwritten += more
-            try:
-                while self.unwritten:
-                    self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
-            except OSError as error:
-                self.refusal = OSError(error.errno, error.strerror, str(self.path))
+        with suppress(OSError):
+            self._append(_json_line(record).encode())
 
     def sync(self) -> None:
         """Make every line durable, before a checkpoint relies on it. Raises OSError if a line cannot be written."""
         self._append()
-        if self.unwritten:
-            raise self.refusal
-        os.fsync(self.file.fileno())
+        with naming(self.path):
+            os.fsync(self.file.fileno())
+
+    def _append(self, more: bytes = b"") -> None:
+        with self._mutex, naming(self.path):
+            self.unwritten += more
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
 
     def __exit__(self, *_) -> None:
-        self._append()
+        with suppress(OSError):
+            self._append()
         self.file.close()
 
 
