@@ -26,9 +26,9 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_line, naming
 from dlr_pretrain.util.files import EXPIRY, lock, read_beat
 
-INTERVAL = 5.0  # most seconds between two heartbeats
+INTERVAL = 5.0  # longest time between two heartbeats, in seconds
 BEAT_BYTES = 512  # length of a beat: one write replaces the previous beat, so that nobody reads half of one
-MOST_NAMED = 4  # most ranks that a message names
+MOST_NAMED = 4  # ranks in a message, at most
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -176,9 +176,9 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             ticks = self.ticks
             self._renew()
             if still >= max(self._limits, default=self.limit if self.step else math.inf):
-                self._dump(f"no progress for {still:.0f} s after step {self.step}")
-                lost, speaks = self._verdict(f"no step for {still:.0f} s")
-                exit_process(lost, say=speaks)  # every rank that waits for the lost one ends like this
+                self._write_stacks(f"no progress for {still:.0f} s after step {self.step}")
+                lost, prints = self._name_suspects(f"no step for {still:.0f} s")
+                exit_process(lost, say=prints)  # every rank that waits for the lost one ends like this
 
     def _renew(self) -> None:
         """Write this rank's beat. Ends this process if another start has taken over the run."""
@@ -199,17 +199,17 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             os.fsync(self._file)
 
     # ------------------------------------------------------------------------------------------------
-    # When training hangs
+    # A rank that hangs or was lost
 
-    def report(self, error: BaseException) -> tuple[RankLost, bool]:
+    def explain_collective(self, error: BaseException) -> tuple[RankLost, bool]:
         """The error to raise for a failed collective, and whether this rank prints it. Writes this rank's stacks."""
         reason = first_line(error).partition(". This is typically")[0]
         if not self.token:
             return RankLost(f"a rank was lost ({reason})"), True
-        self._dump("".join(traceback.format_exception(error)))
-        return self._verdict(reason)
+        self._write_stacks("".join(traceback.format_exception(error)))
+        return self._name_suspects(reason)
 
-    def _dump(self, reason: str) -> None:
+    def _write_stacks(self, reason: str) -> None:
         """Append the stacks of this rank's threads to its file in ``<run>/stacks``."""
         with suppress(OSError):
             path = self.folder / "stacks" / f"rank_{self.rank}.txt"
@@ -219,7 +219,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
                 print(f"\n{when} rank {self.rank} on {socket.gethostname()}: {reason}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    def _verdict(self, reason: str) -> tuple[RankLost, bool]:
+    def _name_suspects(self, reason: str) -> tuple[RankLost, bool]:
         """The error that names the ranks that the others wait for, and whether this rank prints it.
 
         The lowest rank that is not silent prints it. Waits until every live rank has had time to renew its beat.

@@ -164,8 +164,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if error is None or not collective:
             return None
-        lost, speaks = self.heartbeat.report(error)
-        if speaks and not self.is_main:  # cli.py prints only rank 0's errors
+        lost, prints = self.heartbeat.explain_collective(error)
+        if prints and not self.is_main:  # cli.py prints only rank 0's errors
             write_to_stderr(f"error: {lost}")
         return lost
 
