@@ -88,31 +88,30 @@ def record_state(run_dir: Path, name: str, reason: str = "") -> None:
 
 @contextmanager
 def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
-    """Within this context, the holder of the run directory records in ``manifest.json`` how the run ends.
-
-    A start that failed before ``open_record`` leaves the record as it is. If the disk refuses the write, the run's own
-    error is raised.
-    """
-    kinds = {type(None): "complete", Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
-    ended: BaseException | None = None
+    """Within this context, the holder of the run directory records in ``manifest.json`` how the run ends."""
     try:
         yield
     except BaseException as error:
-        ended = error
+        names = {Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
+        if heartbeat.holds:
+            _record_end(run_dir, names.get(type(error), "failed"), first_line(error))
         raise
-    finally:
-        with suppress(OSError, UserError):
-            if heartbeat.holds and read_record(run_dir).get("state", {}).get("name") == "running":
-                record_state(run_dir, kinds.get(type(ended), "failed"), first_line(ended) if ended is not None else "")
+    if heartbeat.holds:
+        _record_end(run_dir, "complete")
 
 
 def record_stop(run_dir: Path, stopped: Stopped) -> None:
     """As ``recorded_end``, from a signal handler; nothing if the interrupted code is writing the record itself."""
     if _writing.acquire(blocking=False):
         _writing.release()
-        with suppress(OSError, UserError):
-            if read_record(run_dir).get("state", {}).get("name") == "running":
-                record_state(run_dir, "stopped", first_line(stopped))
+        _record_end(run_dir, "stopped", first_line(stopped))
+
+
+def _record_end(run_dir: Path, name: str, reason: str = "") -> None:
+    """``record_state`` of a run whose start has come to ``open_record``. A disk that refuses it hides no error."""
+    with suppress(OSError, UserError):
+        if read_record(run_dir).get("state", {}).get("name") == "running":
+            record_state(run_dir, name, reason)
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str, files: dict[str, str]) -> None:
