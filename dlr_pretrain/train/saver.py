@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ class _Unwritten(UserError):
     """A disk refused a write; the next attempt may succeed."""
 
 
+@dataclass
 class Saver(AbstractContextManager["Saver"]):
     """Writes the checkpoints of a run one by one: each rank writes a part, and rank 0 makes the parts a checkpoint.
 
@@ -42,20 +44,17 @@ class Saver(AbstractContextManager["Saver"]):
     The writing threads have their own process group: collectives of two threads in one group would mix.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        ranks: Ranks,
-        keep: tree.Checkpoint,
-        metrics: MetricsFile | None,
-        console: Console,
-        saved: int = 0,
-    ):
-        self.run_dir, self.root = run_dir, run_dir / "checkpoints"
-        self.ranks, self.keep, self.metrics, self.console = ranks, keep, metrics, console
-        self.saved = saved  # step of the last checkpoint; the same on all ranks after ``wait``
-        self.error: Exception | None = None  # why a save failed for good; set on all ranks, not at the same instant
-        self._group = ranks.new_group()
+    run_dir: Path
+    ranks: Ranks
+    keep: tree.Checkpoint
+    metrics: MetricsFile | None  # on rank 0 only
+    console: Console
+    saved: int = 0  # step of the last checkpoint; the same on all ranks after ``wait``
+    error: Exception | None = None  # why a save failed for good; set on all ranks, not at the same instant
+
+    def __post_init__(self) -> None:
+        self.root = self.run_dir / "checkpoints"
+        self._group = self.ranks.new_group()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
 
