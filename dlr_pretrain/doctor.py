@@ -34,9 +34,9 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.corpus import WARNED_UNKNOWN, open_corpus
+from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.micro_batch import explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.util.errors import Parser, UserError, command, first_line
 from dlr_pretrain.util.process import cores

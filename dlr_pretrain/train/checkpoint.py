@@ -1,17 +1,17 @@
-"""Checkpoints: folders of safetensors files and one JSON file, which get their name when they are complete.
+"""Checkpoints: folders of safetensors files and one JSON file. A folder gets its name when it is complete.
 
 checkpoints/step_00001000/
     part_00000_of_00002.safetensors   written by rank 0: model/<tensor>, optimizer/<parameter>/<entry>
-    checkpoint.json                   the state that is no tensor (step, data position, tokens, ...), and for each part
-                                      its checksum and the rows of sharded tensors that it holds
+    checkpoint.json                   the rest of the state (step, data position, tokens, ...), and for each part its
+                                      checksum and the rows of sharded tensors that it holds
 
-A folder is written under a hidden name, and every file is flushed to the disk, ``checkpoint.json`` last; then the
-folder is renamed. A checkpoint that is to go is first renamed, then deleted. So whatever is called ``step_*`` was whole
-once; checksums tell whether it still is.
+The files are written and flushed to the disk in a folder with a hidden name, ``checkpoint.json`` last; then the folder
+is renamed. To delete a checkpoint, it is first renamed. So a folder named ``step_*`` was complete once, and the
+checksums tell whether it still is.
 
-The model's tensors are what the optimizer updates: fp32 masters if there are any, and B without its residual. If every
-rank holds a tensor, one rank writes it. If a tensor is sharded by rows, each rank writes its own rows, or if several
-ranks hold these, one of them. Any number of ranks can read both kinds.
+The model's tensors are those that the optimizer updates: fp32 masters if there are any, and B without its residual. One
+rank writes each tensor that all ranks hold. Of a tensor that is sharded by rows, each rank writes its own rows; one
+rank writes rows that several ranks hold. Any number of ranks can read both kinds.
 """
 
 from __future__ import annotations
@@ -43,37 +43,30 @@ if TYPE_CHECKING:
 
 FORMAT = 4
 CONTENT = "checkpoint.json"
-WHOLE: Shape = {"state": {"step": int}, "files": {"*": {"sha256": str, "rows": dict}}}
-
-
-@dataclass
-class Snapshot:
-    """Everything in memory that a run needs in order to go on as if it had never stopped."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    state: dict[str, Any]  # JSON
+CONTENT_SHAPE: Shape = {"state": {"step": int}, "files": {"*": {"sha256": str, "rows": dict}}}
 
 
 class TensorRows(NamedTuple):
     """Some rows of a tensor, or all of it."""
 
     tensor: Tensor
-    first: int = 0  # row of the whole tensor at which the piece begins
-    rows: int | None = None  # of the whole tensor; None if the piece is all of it
+    first: int = 0  # index in the whole tensor of the piece's first row
+    rows: int | None = None  # rows of the whole tensor; None if the piece is all of it
 
 
 # ----------------------------------------------------------------------------------------------------
 # Writing
 
 
-def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, TensorRows]:
-    """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes.
+def share(
+    model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], rank: int, world_size: int
+) -> dict[str, TensorRows]:
+    """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the other tensors, balanced by bytes.
 
-    Of rows that are on several ranks, these ranks write those of one tensor after the other, in turn.
+    Ranks that hold copies of the same rows take turns, tensor by tensor.
     """
-    tensors = {f"model/{name}": tensor.detach() for name, tensor in snapshot.model.items()}
-    tensors |= {f"optimizer/{name}": tensor for name, tensor in snapshot.optimizer.items()}
+    tensors = {f"model/{name}": tensor.detach() for name, tensor in model.items()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
     pieces, loads = {}, [0] * world_size
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
     for turn, (name, tensor) in enumerate(ordered):
@@ -91,7 +84,7 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, TensorRow
 
 
 def begin(root: Path, name: str) -> Path:
-    """Make a hidden folder for the parts of checkpoint ``name``; deletes those that killed runs left."""
+    """Make a hidden folder for the parts of checkpoint ``name``, and delete those that killed runs left."""
     for left in root.glob(".writing_*"):
         shutil.rmtree(left, ignore_errors=True)
     made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
@@ -102,28 +95,28 @@ def begin(root: Path, name: str) -> Path:
 def write_part(
     folder: Path, rank: int, world_size: int, pieces: Mapping[str, TensorRows]
 ) -> tuple[str, dict[str, Any]]:
-    """Write ``pieces`` (CPU tensors) durably; returns the file's name and its entry in ``checkpoint.json``."""
+    """Write ``pieces`` (CPU tensors) durably. Returns the file's name and its entry in ``checkpoint.json``."""
     path = folder / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     try:
         save_file({name: piece.tensor.contiguous() for name, piece in pieces.items()}, path)
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))  # such as a full disk
         raise OSError(*(int(number[1]), os.strerror(int(number[1])), str(path)) if number else (error,)) from error
-    path.chmod(folder.stat().st_mode & 0o666)  # the library makes it private, whatever the umask
+    path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private, whatever the umask
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
     return path.name, {"sha256": sha256_of(path), "rows": rows}
 
 
 def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
-    """Make ``parts`` and ``state`` a checkpoint, durably; delete those that ``keep`` does not keep."""
+    """Make ``parts`` and ``state`` a checkpoint, durably, and delete the checkpoints that ``keep`` leaves out."""
     root, final = folder.parent, folder.parent / name_of(state["step"])
     content = {"format": FORMAT, "state": state, "files": dict(parts)}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
-    hidden = [_hide(final)] if final.exists() else []  # another start wrote it, which then lost the run to this one
+    hidden = [_hide(final)] if final.exists() else []  # by another start, which lost the run to this one
     os.rename(folder, final)
     sync(root)
-    with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
+    with suppress(OSError):  # if the disk does not answer, all stay until the next save
         for directory in directories(root)[keep.keep_last :]:
             if keep.keep_every is None or step_of(directory) % keep.keep_every:
                 hidden.append(_hide(directory))
@@ -133,7 +126,7 @@ def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any
 
 
 def _hide(directory: Path) -> Path:
-    """Rename a checkpoint that is to go, so that none is called ``step_*`` while parts of it are deleted already."""
+    """Rename a checkpoint before it is deleted, so that no folder named ``step_*`` is ever incomplete."""
     return directory.rename(directory.with_name(f".writing_old_{uuid.uuid4().hex[:8]}"))
 
 
@@ -145,9 +138,9 @@ class StoredTensor:
     """A tensor in a checkpoint, read from the disk on demand, from every part that holds some of its rows."""
 
     def __init__(self, pieces: list[tuple[int, Any]], rows: int | None, ranks: Ranks | None):
-        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``TensorRows``.
+        """``pieces`` has the first row of each piece and its slice in an open file; for ``rows`` see ``TensorRows``.
 
-        With ``ranks``, rank 0 reads the whole tensor and the others receive it.
+        With ``ranks``, rank 0 reads the whole tensor and the other ranks receive it.
         """
         self.pieces = sorted(pieces, key=lambda piece: piece[0])
         shape = tuple(pieces[0][1].get_shape())
@@ -155,7 +148,7 @@ class StoredTensor:
         self.ranks = ranks
 
     def whole(self) -> Tensor:
-        """All rows. ``ranks`` must all ask for the same tensors in the same order."""
+        """All rows. All ``ranks`` must ask for the same tensors in the same order."""
         if not self.shape:
             return self.pieces[0][1][...]
         if self.ranks is None:
@@ -192,14 +185,14 @@ class Checkpoint:
         return self.state["step"]
 
     def close(self) -> None:
-        """Release the files, which stay memory-mapped while anything refers to them."""
+        """Release the files: they stay memory-mapped while anything refers to them."""
         self.model.clear()
         self.optimizer.clear()
 
 
 def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
-    """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``StoredTensor``."""
-    content = read_json(directory / CONTENT, WHOLE)
+    """Open a checkpoint that ``newest`` has found valid; for ``ranks`` see ``StoredTensor``."""
+    content = read_json(directory / CONTENT, CONTENT_SHAPE)
     pieces: dict[str, list[tuple[int, Any]]] = {}
     counts: dict[str, int | None] = {}
     for path, entry in content["files"].items():
@@ -216,9 +209,9 @@ def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
 
 
 def newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest valid checkpoint, and what is wrong with the newer ones, which were passed over.
+    """The newest valid checkpoint, and the faults of the newer ones, which are skipped.
 
-    Raises UserError if there are checkpoints but none is valid, because a new run would replace them.
+    Raises UserError if all checkpoints are damaged: a new run would replace them.
     """
     damaged: dict[Path, str] = {}
     for directory in directories(root):
@@ -242,7 +235,7 @@ def directories(root: Path) -> list[Path]:
 
 
 def fault(directory: Path) -> str | None:
-    """Says what is wrong with a checkpoint; None if it is valid.
+    """What is wrong with a checkpoint; None if it is valid.
 
     Raises OSError if its disk does not answer, and UserError if another version of this code wrote it.
     """
@@ -255,9 +248,9 @@ def fault(directory: Path) -> str | None:
     if content.pop("sha256", None) != _digest(content):
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
-        rule = f"is whole, but of format {content['format']}, and this version of the code reads format {FORMAT}"
-        raise UserError(f"{directory}: {rule}. Go on with the version that wrote it, or name another run.dir")
-    if wrong := misfit(content, WHOLE):
+        rule = f"is complete, but in format {content['format']}; this version of the code reads format {FORMAT}"
+        raise UserError(f"{directory} {rule}. Continue with the version that wrote it, or name another run.dir")
+    if wrong := misfit(content, CONTENT_SHAPE):
         return f"{CONTENT} is not of this format: {wrong}"
     if content["state"]["step"] != step_of(directory):
         return f"holds step {content['state']['step']}, unlike its name"

@@ -1,4 +1,4 @@
-"""The console output: a summary, progress, evaluations, and where the result is. Only rank 0 writes it."""
+"""The console output of rank 0: a summary, progress, evaluations, and where the result is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
-LABEL = 12  # characters in the summary's first column
+LABEL_WIDTH = 12  # characters in the summary's first column
 
 
 class Console:
@@ -39,20 +39,20 @@ class Console:
             say(text, self.stream)
 
     def summary(self, rows: dict[str, str]) -> None:
-        """Write each label and its text, wrapped to the terminal's width."""
+        """Write each label with its text, wrapped to the terminal's width."""
         for label, text in rows.items():
             wrapped = textwrap.wrap(
-                text, max(28, self.width - 1 - LABEL), break_long_words=False, break_on_hyphens=False
+                text, max(28, self.width - 1 - LABEL_WIDTH), break_long_words=False, break_on_hyphens=False
             )
-            self.say(label.ljust(LABEL) + ("\n" + " " * LABEL).join(wrapped))
+            self.say(label.ljust(LABEL_WIDTH) + ("\n" + " " * LABEL_WIDTH).join(wrapped))
 
-    def step(self, record: dict, seconds_per_step: float | None) -> None:
+    def step(self, record: dict) -> None:
         """Show the progress after one update, and the evaluation if there was one."""
         if not self.enabled:
             return
-        line, evaluated = self._progress(record, seconds_per_step), "eval/loss" in record
+        line, evaluated = self._progress(record), "eval/loss" in record
         if self.live and not evaluated:
-            while len(line) >= self.width and "  " in line:  # a figure that does not fit is left out
+            while len(line) >= self.width and "  " in line:  # leave out figures that do not fit
                 line = line.rpartition("  ")[0]
             say("\r\x1b[K" + line[: self.width - 1], self.stream, end="")
             self._line_open = True
@@ -61,13 +61,13 @@ class Console:
         if evaluated:
             self.say(f"  eval  {evaluation(record)}")
 
-    def _progress(self, record: dict, seconds_per_step: float | None) -> str:
-        step, steps = record["step"], self.cfg.train.steps
-        parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {decimal(record['train/loss'], 4)}"]
-        if seconds_per_step and step < steps:
-            parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
-        if record["perf/tokens_per_second"]:
-            parts.append(f"{amount(record['perf/tokens_per_second'])} tok/s")
+    def _progress(self, record: dict) -> str:
+        t, step, speed = self.cfg.train, record["step"], record["perf/tokens_per_second"]
+        parts = [f"step {step:>{len(str(t.steps))}}/{t.steps}", f"loss {decimal(record['train/loss'], 4)}"]
+        if speed and step < t.steps:
+            parts.append(f"eta {duration((t.steps - step) * t.global_batch * t.seq_len / speed)}")
+        if speed:
+            parts.append(f"{amount(speed)} tok/s")
         if record["perf/mfu"]:
             parts.append(f"MFU {record['perf/mfu']:.1%}")
         parts.append(f"{record['perf/max_memory_gb']:.1f} GB")
@@ -75,17 +75,17 @@ class Console:
         return "  ".join(parts)
 
     def close_line(self) -> None:
-        """Remove the live line, so that other output can follow."""
+        """Remove the live line before other output."""
         if self._line_open:
             say("\r\x1b[K", self.stream, end="")
             self._line_open = False
 
 
 def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model: Llama) -> dict[str, str]:
-    """What a run will train: label and text of each row."""
-    own = keys_of(type(cfg.backbone))
+    """What a run will train: rows of a summary, each a label and its text."""
     t, world, micro = cfg.train, ranks.world_size, cfg.micro_batch(ranks.world_size)
-    options = ", ".join(f"{name} {getattr(cfg.backbone, name)}" for name, key in own if not key.fixed)
+    keys = keys_of(type(cfg.backbone))
+    options = ", ".join(f"{name} {getattr(cfg.backbone, name)}" for name, key in keys if not key.fixed)
     dlr, projections = "no DLR", 7 * cfg.scale.num_layers
     if cfg.dlr.enabled:
         dlr = f"DLR {cfg.dlr.name} (alpha {cfg.dlr.alpha:g}) on {projections} projections"
@@ -93,7 +93,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     tokens, shape = t.global_batch * t.seq_len, {"cosine": "a cosine", "linear": "a line"}[t.lr_decay]
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
     every = cfg.optimizer.restart_every or cfg.backbone.merge_every
-    anew = f", anew every {plural(every, 'step')}" if every else ""
+    restarts = f", restarting every {plural(every, 'step')}" if every else ""
     vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
     table = {
         "run": str(run_dir),
@@ -109,16 +109,16 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} in "
-        f"{plural(cfg.warmup_steps, 'step')}, then {falls}{anew}",
+        f"{plural(cfg.warmup_steps, 'step')}, then {falls}{restarts}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
     }
     if corpus.source.remark:
         table["note"] = corpus.source.remark
     if corpus.unknown > WARNED_UNKNOWN:
-        table["warning"] = f"the tokenizer reads {corpus.unknown:.1%} of the tokens as its one unknown token"
+        table["warning"] = f"{corpus.unknown:.1%} of the tokens are the tokenizer's unknown token"
     elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):
         table["warning"] = "too little validation text to compare models: see data.held_out and eval.packing"
-    return {label: said for label, said in table.items() if said}
+    return {label: text for label, text in table.items() if text}
 
 
 def evaluation(record: dict) -> str:
@@ -129,12 +129,12 @@ def evaluation(record: dict) -> str:
 
 
 def duration(seconds: float) -> timedelta:
-    """A duration that shows whole seconds: 0:12:05, or 1 day, 3:04:05."""
+    """A duration that prints as whole seconds: 0:12:05, or 1 day, 3:04:05."""
     return timedelta(seconds=round(seconds))
 
 
 def decimal(number: float | None, places: int) -> str:
-    """A number as text: 3.1416, or 1.2e+30 for a large one, which would fill the line; "-" for None."""
+    """A number as text: 3.1416, or 1.2e+30 for a large number, which would fill the line; "-" for None."""
     if number is None:
         return "-"
     return f"{number:.{places}f}" if abs(number) < 1e5 else f"{number:.1e}"

@@ -1,4 +1,4 @@
-"""What a run trains on: data, tokenizer and validation set, opened and checked before anything else."""
+"""What a run trains on: data, tokenizer and validation set. They are opened and checked before anything else."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
-# Shares of unknown tokens: a warning, and a refusal. SentencePiece reads a stretch of foreign text as two, one unknown.
+# Shares of unknown tokens. SentencePiece reads a stretch of foreign text as two tokens, one of them unknown.
 WARNED_UNKNOWN, REFUSED_UNKNOWN = 0.01, 0.3
-FEW_TOKENS = 5_000  # of validation text, with which the difference of two models is noise
+FEW_TOKENS = 5_000  # of validation text: with fewer, the difference between two models is noise
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Corpus:
 
     @property
     def unknown(self) -> float:
-        """The share of the validation set's tokens that stand for what the tokenizer cannot express."""
+        """The share of the validation set's tokens that are the unknown token."""
         unknown = self.tokenizer.unk_id
         if unknown in (None, self.tokenizer.eos_id, self.tokenizer.pad_id):
             return 0.0
@@ -46,7 +46,7 @@ class Corpus:
 
     @property
     def fingerprints(self) -> dict[str, str | int]:
-        """What must stay the same when a run resumes, also if the files lie elsewhere."""
+        """What must stay the same when a run resumes, even if the files have moved."""
         return {
             "data.shards": self.source.fingerprint,
             "tokenizer.pieces": self.tokenizer.fingerprint,
@@ -64,6 +64,6 @@ def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], N
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
     corpus = Corpus(source, tokenizer, validation, vocab_size)
     if corpus.unknown > REFUSED_UNKNOWN:
-        rule = f"cannot express the text: {corpus.unknown:.0%} of its tokens are the one for what is unknown"
+        rule = f"cannot express the text: {corpus.unknown:.0%} of the tokens are the unknown token"
         raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
     return corpus

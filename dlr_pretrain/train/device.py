@@ -1,4 +1,4 @@
-"""The device of a rank: which it is, what is done before its first use, and its memory."""
+"""The device of a rank: how it is found and prepared, and its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def find_device(cfg: Config) -> torch.device:
-    """The device of this rank. Raises UserError if the machine lacks it, ConfigError if it lacks a needed compiler."""
+    """The device of this rank. Raises UserError if the machine lacks it, ConfigError if a compiler is missing."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
     device = torch.device("cpu")
@@ -36,7 +36,7 @@ def find_device(cfg: Config) -> torch.device:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Use ``device`` for the first time in a run. The earlier runs of a multirun leave nothing on it."""
+    """Use ``device`` for the first time in a run, and free what earlier runs of a multirun have left on it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         gc.collect()  # a compiled model is a reference cycle
@@ -49,8 +49,8 @@ def prepare_device(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next allocations, except blocks of more than 1 GiB.
 
-    Each step on a CPU allocates and frees the same tensors. Without this call, most of them are given back to the
-    kernel and come again page by page. Other C libraries are left as they are, and glibc's that refuse such a bound.
+    Each step on a CPU allocates and frees the same tensors. Without this call, most of that memory is returned to the
+    kernel and comes back page by page. Other C libraries stay as they are, and so does a glibc that refuses the bound.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
@@ -58,15 +58,15 @@ def keep_freed_memory() -> None:
 
 
 def attention_backends(cfg: Config) -> AbstractContextManager[None]:
-    """The kernels of attention that training may use in this context, of the whole process."""
+    """A context for the whole process that limits the attention kernels of training."""
     if not cfg.data.mask_documents:
         return nullcontext()
-    # Without cuDNN's, whose gradients with a mask may be NaN, at lengths such as 192 (#196678)
+    # Not cuDNN's: its gradients with a mask may be NaN, at lengths such as 192 (#196678)
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""
+    """The peak memory of this rank in bytes: of the GPU's allocator, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""Perplexity on a fixed set of validation sequences: the same for any number of ranks and any micro-batch."""
+"""Perplexity on a fixed set of validation sequences, the same for any number of ranks and any micro-batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 from dlr_pretrain.util.text import perplexity
 
-# The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
-# with 195 real tokens each on average.
+# The GaLore family of scripts divides the summed losses of n batches by n + 1. A batch there is 512 sequences over all
+# ranks, with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
-FEWEST_BATCHES = 50  # with fewer, the convention's value is too far from the published tables', which had 101
-STRIPES = 16  # of the validation set; they belong to its two halves in turn
+FEWEST_BATCHES = 50  # with fewer, the convention's value is too far from that of the published tables, which had 101
+STRIPES = 16  # of the validation set, which belong to its two halves in turn
 
 
 class Evaluator:
@@ -31,9 +31,9 @@ class Evaluator:
     def __call__(self, model: Llama) -> dict[str, float | None]:
         """The metrics of ``model``.
 
-        ``eval/loss`` is the mean over all targets, in nats; ``eval/loss_a`` and ``eval/loss_b`` are those of the two
-        halves (NaN if a half has no sequence). ``eval/perplexity`` follows from ``eval/loss``, and so does
-        ``eval/perplexity_galore``, by the GaLore convention: None if there is too little text for it.
+        ``eval/loss`` is the mean over all targets, in nats. ``eval/loss_a`` and ``eval/loss_b`` are the means over the
+        two halves (NaN if a half is empty). ``eval/perplexity`` follows from ``eval/loss``. ``eval/perplexity_galore``
+        does so by the GaLore convention; it is None if there is too little text.
         """
         totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
         summed, count = self.ranks.sum(torch.stack(totals)).unbind(1)
@@ -48,25 +48,25 @@ class Evaluator:
         }
 
     def _summed(self, model: Llama, rows: np.ndarray) -> torch.Tensor:
-        """The loss summed over this rank's share of ``rows``, and its number of targets: fp64 [2]."""
+        """The loss summed over this rank's share of ``rows``, and the number of targets: fp64 [2]."""
         device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
         own = rows[self.ranks.rank :: world_size]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        share = -(-len(rows) // world_size)  # the same on all ranks: under fsdp each forward pass is a collective
+        share = -(-len(rows) // world_size)  # equal on all ranks: under fsdp each forward pass is a collective
         for start in range(0, share, n):
             sequences, ends = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(sequences, ends, self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
-        if is_fsdp(model):  # FSDP's root would keep its gathered weights until a backward pass
+        if is_fsdp(model):  # its root would keep the gathered weights until a backward pass
             model.reshard()  # type: ignore[operator]  # of FSDPModule
         return total
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """The indices of the sequences in each half of a validation set: its even and its odd stripes.
+    """The indices of the sequences in each half of a validation set: the even and the odd stripes.
 
-    So a drift along the files affects both halves, and at most ``STRIPES`` - 1 packed documents lie in both.
+    A drift along the files thus affects both halves, and at most ``STRIPES`` - 1 packed documents are in both.
     """
     odd = np.arange(sequences) * min(STRIPES, sequences) // sequences % 2 == 1
     return np.flatnonzero(~odd), np.flatnonzero(odd)
@@ -75,13 +75,13 @@ def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:
 def galore_perplexity(loss: float, real_tokens: int) -> float | None:
     """The perplexity as the GaLore family of scripts reports it: exp(L n / (n + 1)), n = ceil(real tokens / 195 / 512).
 
-    None for fewer than ``FEWEST_BATCHES`` batches: published figures have 101, and n decides how far they lie below.
+    None if n < ``FEWEST_BATCHES``. Published figures have n = 101; n decides how far they are below exp(L).
     """
     n = math.ceil(real_tokens / GALORE_BATCH_TOKENS)
     return perplexity(loss * n / (n + 1)) if n >= FEWEST_BATCHES else None
 
 
 def _full(rows: torch.Tensor, n: int) -> torch.Tensor:
-    """``rows`` filled up to ``n`` with empty rows, so that compiled shapes stay the same."""
+    """``rows`` padded to ``n`` with empty rows, so that compiled shapes stay the same."""
     missing = rows.new_zeros((n - len(rows), *rows.shape[1:]))
     return torch.cat((rows, missing)) if len(missing) else rows

@@ -1,18 +1,19 @@
-"""Everything that may end a run before its last step, or leave out one of its updates.
+"""Everything that may end a run before its last step, or skip one of its updates.
 
-An update whose loss or gradient is not finite is skipped on the device. Here it is counted, its batch is kept, and it
+An update whose loss or gradient is not finite changes nothing on the device. ``Guard`` counts it, keeps its batch, and
 ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank whose data fail carries the failure into
-its next update, which changes nothing on any rank: so all ranks end at the same step. A save that fails for good fails
-on all ranks. A request to stop is seen by all ranks in the update during which it came.
+its next update, which changes nothing on any rank: all ranks end at the same step. A save that fails for good fails on
+all ranks. All ranks learn in the next update that any of them was asked to stop.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import signal
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -25,20 +26,74 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, Tokenizer, TrainLoader
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.record import record_stop
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import Skipped, TrainState
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util import sharded
-from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, first_line, write_to_stderr
+from dlr_pretrain.util import process, sharded
+from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, exit_process, first_line, write_to_stderr
+
+BEFORE_TRAINING = "before the first step of this start"
+AFTER_TRAINING = "after the last step, before the folded checkpoint"
+
+
+class StopRequest(AbstractContextManager["StopRequest"]):
+    """Whether this rank was ``asked`` to stop. Within this context, signals ask it.
+
+    A run stops at the next step boundary. Before the first step of this start, and when all steps are saved, nothing
+    would be lost: the signal handler ends the process at once. An exception that it raised would land in foreign code,
+    such as a compiler or a client of the hub, which may swallow it or turn it into another error. A second Ctrl-C also
+    ends the process at once.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.asked = self.trained = False
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._ask) for number in process.stop_signals()}
+        self.asked = self.asked or bool(process.stop_requests)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: object) -> None:
+        """The signal handler."""
+        again, self.asked = self.asked, True
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if again:
+            return
+        if self.trained or not self.ranks.heartbeat.step:
+            stopped = _stopped(AFTER_TRAINING if self.trained else BEFORE_TRAINING)
+            if self.ranks.heartbeat.holds:
+                record_stop(self.ranks.heartbeat.folder, stopped)
+            exit_process(stopped, say=self.ranks.is_main)
+        if self.ranks.is_main:
+            write_to_stderr("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
+
+    def training_done(self) -> None:
+        """Note that all steps are saved: the run stops at once if it was asked to, or is asked from now on."""
+        self.trained = True
+        self.raise_if_asked(AFTER_TRAINING)
+
+    def raise_if_asked(self, when: str) -> None:
+        """Between the stages of a run: raise ``Stopped`` on every rank if any rank was asked to stop."""
+        if any(self.ranks.gather(self.asked)):
+            raise _stopped(when)
+
+
+def _stopped(when: str) -> Stopped:
+    return Stopped(f"stopped {when} (asked to stop). The same command continues")
 
 
 @dataclass
 class Guard:
     """Decides whether a run goes on.
 
-    Batches of updates that are not finite are kept as text of ``tokenizer`` in ``<run>/nonfinite``. In a trial there is
-    no tokenizer.
+    Writes batches of updates that are not finite to ``<run>/nonfinite``, as text of ``tokenizer``; a trial has none.
     """
 
     cfg: Config
@@ -47,27 +102,23 @@ class Guard:
     saver: Saver
     console: Console
     tokenizer: Tokenizer | None
-    error: UserError | None = None  # why this rank must end the run
-    ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of an update that ends the run, not applied
-    stop_requested: bool = False  # whether any rank was; the same on all
-
-    def fail(self, error: UserError) -> None:
-        """Note why this rank must end the run; the first reason counts."""
-        self.error = self.error or error
+    error: UserError | None = None  # why this rank must end the run: the first reason
+    ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of the update that ended the run, unapplied
+    stop_requested: bool = False  # whether any rank was asked to stop; the same on all ranks
 
     @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
-        """The next batch; an empty one if this rank has failed, so that all ranks learn of it in the update."""
+        """The next batch; an empty one if this rank has failed, which all ranks learn in the update."""
         try:
             self.saver.raise_error()
             if self.error is None:
                 return self._take(loader)
         except UserError as error:
-            self.fail(error)
+            self.error = self.error or error
         return Batch.empty(self.cfg, self.cfg.train.global_batch // self.ranks.world_size)
 
     def _take(self, loader: TrainLoader) -> Batch:
-        """The loader's next batch. An error becomes a UserError, because the state is sound and can be saved."""
+        """The loader's next batch. Any error becomes a UserError: the state is sound and can be saved."""
         try:
             return loader.take(lambda: self.stop.asked, self.ranks.heartbeat.data_timeout)
         except UserError:
@@ -80,23 +131,23 @@ class Guard:
             write_to_stderr(traceback.format_exc())
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
-    def see(self, state: TrainState, step: int, outcome: Outcome[float], batch: Batch) -> bool:
-        """Take in the outcome of an update, and count it if it was skipped; returns whether the run goes on from it."""
+    def review(self, state: TrainState, step: int, outcome: Outcome[float], batch: Batch) -> bool:
+        """Take note of an update, and count it if it was skipped. Returns whether the run goes on from it."""
         self.stop_requested = self.stop_requested or outcome.stops > 0
         skip = self.cfg.train.on_nonfinite == "skip"
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.norm)
-        if not finite and not (outcome.ends and skip):  # that one was skipped because a rank has failed
+        if not finite and not (outcome.ends and skip):  # else it was skipped because a rank has failed
             self._keep_batch(step, outcome, batch)
             if skip:
                 state.skipped = state.skipped.and_step(step)
-                self.console.say(f"warning: step {step}: {_describe(outcome)}: left out, see {self.folder}")
+                self.console.say(f"warning: step {step}: {_describe(outcome)}: skipped, see {self.folder}")
                 self._fail_if_too_many(state.skipped)
         if outcome.ends:
             self.ended_by = (step, outcome)
         return self.ended_by is None
 
     def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> None:
-        """Write this rank's part of a batch for inspection."""
+        """Write this rank's rows of a batch to a file, for inspection."""
         if self.tokenizer is None or not batch.state:
             return
         rows = [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
@@ -121,16 +172,16 @@ class Guard:
     def _fail_if_too_many(self, skipped: Skipped) -> None:
         if skipped.in_a_row > self.cfg.train.max_skipped:
             rule = f"the last {skipped.in_a_row} updates were not finite"
-            self.fail(Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}"))
+            self.error = self.error or Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
 
     def stops_after(self, step: int) -> bool:
-        """Whether the run was asked to save after ``step`` and end."""
+        """Whether the run was asked to save and end after ``step``."""
         return self.stop_requested or step == self.cfg.train.stop_after
 
     def require_sound(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Before ``tensors`` are saved: raise UserError if they are not finite, or differ between ranks.
+        """Raise UserError if ``tensors``, which are to be saved, are not finite or differ between ranks.
 
-        They differ if GPUs of several kinds compute unequal initial values or updates.
+        They differ if GPUs of several kinds compute different initial values or updates.
         """
         sums, finite = zip(*self.ranks.gather((checksums(tensors), all_finite(tensors))), strict=True)
         seen: dict[tuple[str, int], int] = {}
@@ -153,18 +204,18 @@ class Guard:
         )
 
     def raise_if_stopped(self, step: int) -> None:
-        """Raise Stopped if the run was asked to end after ``step``, which is saved."""
-        where = f"stopped after step {step} of {self.cfg.train.steps}"
-        if step == self.cfg.train.steps:
+        """Raise Stopped if the run was asked to end after ``step``; that step is saved."""
+        steps, stop_after = self.cfg.train.steps, self.cfg.train.stop_after
+        where = f"stopped after step {step} of {steps}"
+        if step == steps:
             return
         if self.stop_requested:
             raise Stopped(f"{where} (asked to stop); saved. The same command continues")
-        stop_after = self.cfg.train.stop_after
         if stop_after is not None and step >= stop_after:  # also if the run resumes beyond it
             raise Stopped(f"{where} (train.stop_after={stop_after}); saved. Without it, the run goes on")
 
     def raise_reason(self, step: int, outcome: Outcome[float]) -> NoReturn:
-        """Raise why update ``step`` ends the run, on every rank. The state before it is saved."""
+        """Raise, on every rank, why update ``step`` ends the run. The state before it is saved."""
         before = f"The {step - 1:,} steps before it are saved" if step > 1 else "Nothing was trained"
         errors = [(rank, error) for rank, error in enumerate(self.ranks.gather(self.error)) if error]
         if errors:
@@ -173,25 +224,25 @@ class Guard:
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise (Stopped if kinds == {Stopped} else kind)(f"step {step} was not taken. {before}. {reasons}")
         rule = f"step {step}: {_describe(outcome)}: not finite. The update was not applied"
-        fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or leave such steps out with"
+        fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or skip such steps with"
         raise Diverged(f"{rule}. {before}. {fix} train.on_nonfinite=skip")
 
     def raise_if_failed(self) -> None:
-        """After the last step: raise the error of a rank, which no later update can carry."""
+        """After the last step, raise the error of any rank: no later update can carry it."""
         for error in filter(None, self.ranks.gather(self.error)):
             raise error
 
     def resume(self, state: TrainState) -> None:
-        """Fail as the run did that has left ``state``, if no update is left to end this one."""
+        """Fail again if the run that left ``state`` failed at its last step: no update is left to end this one."""
         if state.step == state.skipped.last == self.cfg.train.steps:
             self._fail_if_too_many(state.skipped)
 
 
 @torch.no_grad()
 def checksums(tensors: Mapping[str, Tensor]) -> dict[tuple[str, int], int]:
-    """A sum over the bytes of what several ranks hold: equal values have equal sums.
+    """Sums over the bytes of what several ranks hold: equal values have equal sums.
 
-    Keys are a tensor's name and the first row, which is 0 for a tensor that every rank holds whole.
+    The keys are a tensor's name and its first row here: 0 for a tensor that every rank holds whole.
     """
     held = {(name, 0): value for name, value in tensors.items() if not sharded.is_sharded(value)}
     for name, value in tensors.items():

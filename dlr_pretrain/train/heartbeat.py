@@ -1,8 +1,8 @@
-"""The heartbeat of each rank: one start at a time writes a run directory, and a rank that stands still is named.
+"""The heartbeat of each rank: only one start at a time writes a run directory, and a rank that hangs is named.
 
 <run>/.beats/3            rank 3's last step, and where its code is; renewed every few seconds
-<run>/.beats/0            is also the lease: the process that it names, and nobody else, may write to the directory
-<run>/stacks/rank_3.txt   rank 3's stacks, when it stood still or a collective failed
+<run>/.beats/0            also the lease: only the process that it names may write to the directory
+<run>/stacks/rank_3.txt   rank 3's stacks at the time when it hung or a collective failed
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_line, naming
 from dlr_pretrain.util.files import EXPIRY, lock, read_beat
 
-INTERVAL = 5.0  # seconds between two heartbeats, at most
-BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
-MOST_NAMED = 4  # ranks that a message names, at most
+INTERVAL = 5.0  # longest time between two heartbeats, in seconds
+BEAT_BYTES = 512  # length of a beat: one write replaces the previous beat, so that nobody reads half of one
+MOST_NAMED = 4  # ranks in a message, at most
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Heartbeat(AbstractContextManager["Heartbeat"]):
     """A thread of each rank that renews its beat, and ends a run that makes no progress for ``run.timeout_minutes``.
 
-    That limit holds after the first step. Only time in which the thread ran itself counts: a job that was suspended as
-    a whole has not stood still.
+    That limit applies after the first step. It counts only time in which the thread itself ran: a job that was
+    suspended as a whole is not hanging.
 
-    Rank 0 holds the run directory from ``take`` to the end of this context. On one machine flock decides, and the end
-    of a process releases it. Network file systems may not carry it to other machines: a start there may take over if
-    the beat is not renewed for ``EXPIRY`` seconds. A holder that was only suspended then finds another token in the
-    beat, and its process ends.
+    Rank 0 holds the run directory from ``take`` to the end of this context. On one machine flock decides, and the
+    kernel releases it when a process ends. Other machines may not see flock on a network file system: a start there may
+    take over if the beat is not renewed for ``EXPIRY`` seconds. If the former holder was only suspended, it then finds
+    another token in the beat, and its process ends.
     """
 
     def __init__(self, cfg: Config):
@@ -50,21 +50,21 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         minutes = cfg.run.timeout_minutes
         self.limit = math.inf if minutes is None else 60 * minutes  # seconds
         self.interval = min(INTERVAL, self.limit / 8)
-        self.ticks = 0  # increases with every sign of progress
-        self.step = 0  # the last that this process has completed; 0 before the first of this start
+        self.ticks = 0  # signs of progress so far
+        self.step = 0  # the last step of this process; 0 before the first step of this start
         self.folder, self.token = Path(), ""  # of the run; the token names this start of it
         self._file = -1  # of this rank's beat; -1 before it is opened
         self._machine = machine()
-        self._limits: list[float] = []  # of the contexts ``may_wait``, in seconds
-        self._left = False  # tells the others that this rank ended itself and was not lost
+        self._limits: list[float] = []  # seconds of each open ``may_wait``
+        self._left = False  # tells the other ranks that this rank ended itself and was not lost
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def take(self, run_dir: Path) -> str:
-        """On rank 0: take the run directory. Returns the token of this start.
+        """On rank 0, take the run directory. Returns the token of this start.
 
-        Raises UserError, with the holder, if the directory is in use. If the holder may be dead, first waits for up to
-        ``EXPIRY`` seconds to be sure.
+        Raises UserError, with the holder, if the directory is in use. If the holder may be dead, first waits up to
+        ``EXPIRY`` seconds for its beat.
         """
         self._open(run_dir)
         self._wait_for_holder()
@@ -73,11 +73,11 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         return self.token
 
     def start(self, run_dir: Path, token: str) -> None:
-        """On every rank, when rank 0 has got ``token`` from ``take``: start the thread."""
+        """On every rank, start the thread, with the ``token`` that ``take`` returned on rank 0."""
         if not self.holds:
             self._open(run_dir)
         self.token = token
-        self._write(time.time())  # so that messages can name a rank that dies at once, too
+        self._write(time.time())  # so that messages can name a rank that dies soon
         self._thread.start()
 
     def _open(self, run_dir: Path) -> None:
@@ -93,7 +93,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         if self.token:
             with suppress(OSError, UserError):
                 self.require_held()
-                self._write(0.0)  # the token stays: a former holder that wakes up must see that it is not its own
+                self._write(0.0)  # with this token: a former holder that wakes up must not find its own
         if self._file >= 0:
             os.close(self._file)
 
@@ -102,13 +102,13 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
     @property
     def holds(self) -> bool:
-        """Whether this process has taken a run directory; it may have lost it since."""
+        """Whether this process has taken a run directory. It may have lost it since."""
         return self.rank == 0 and bool(self.token)
 
     def require_held(self) -> None:
-        """On a rank that ``holds`` a run directory: raise UserError if another start has taken it over.
+        """Raise UserError if another start has taken over the run directory that this rank ``holds``.
 
-        This process may write nothing more then. Call this before a write that counts, such as that of a checkpoint.
+        This process may then write nothing more. Call this before a write that matters, such as a checkpoint.
         """
         lease = read_beat(self.folder, 0) if self.holds else {}
         if lease.get("token", self.token) != self.token:
@@ -132,17 +132,17 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             time.sleep(EXPIRY / 60)
 
     def _lock(self) -> bool:
-        """Try to lock the beat. On a file system without locks, the beats alone decide."""
+        """Try to lock the beat. Without locks in the file system, the beats alone decide."""
         has_lock = lock(self._file)
         if has_lock is None:
-            self._machine = uuid.uuid4().hex  # that of no other process
+            self._machine = uuid.uuid4().hex  # of this process alone
         return has_lock is not False
 
     # ------------------------------------------------------------------------------------------------
     # Progress
 
     def stepped(self, step: int) -> None:
-        """Note that the host is done with ``step``, which the GPU may still compute."""
+        """Note that the host is done with ``step``; the GPU may still compute it."""
         self.step = step
         self.ticks += 1
 
@@ -152,12 +152,12 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
     @property
     def data_timeout(self) -> float:
-        """Seconds that training may wait for data and still save before its process ends."""
+        """Seconds that training may wait for data and still have time to save."""
         return 0.8 * self.limit if self.step else math.inf
 
     @contextmanager
     def may_wait(self, seconds: float = math.inf) -> Iterator[None]:
-        """Within this context the rank may stand still for ``seconds``, such as for rank 0 or for a disk."""
+        """Within this context the rank may wait ``seconds``, such as for rank 0 or a disk."""
         self.ticks += 1
         self._limits.append(seconds)
         try:
@@ -167,7 +167,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             self.ticks += 1
 
     def _watch(self) -> None:
-        """In the thread: renew the beat, and end the process if it stands still."""
+        """In the thread, renew the beat, and end the process if it hangs."""
         ticks, still, last = -1, 0.0, time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
@@ -176,12 +176,12 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             ticks = self.ticks
             self._renew()
             if still >= max(self._limits, default=self.limit if self.step else math.inf):
-                self._dump(f"no progress for {still:.0f} s after step {self.step}")
-                lost, speaks = self._verdict(f"no step for {still:.0f} s")
-                exit_process(lost, say=speaks)  # so does every rank that stands still
+                self._write_stacks(f"no progress for {still:.0f} s after step {self.step}")
+                lost, prints = self._name_suspects(f"no step for {still:.0f} s")
+                exit_process(lost, say=prints)  # every rank that waits for the lost one ends like this
 
     def _renew(self) -> None:
-        """Write this rank's beat. If another start has taken the run over, this process ends."""
+        """Write this rank's beat. Ends this process if another start has taken over the run."""
         try:
             self.require_held()
             self._write(time.time())
@@ -199,17 +199,17 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             os.fsync(self._file)
 
     # ------------------------------------------------------------------------------------------------
-    # When training stands still
+    # A rank that hangs or was lost
 
-    def report(self, error: BaseException) -> tuple[RankLost, bool]:
-        """The error to raise for a failed collective, and whether this rank prints it; writes down its stacks."""
+    def explain_collective(self, error: BaseException) -> tuple[RankLost, bool]:
+        """The error to raise for a failed collective, and whether this rank prints it. Writes this rank's stacks."""
         reason = first_line(error).partition(". This is typically")[0]
         if not self.token:
             return RankLost(f"a rank was lost ({reason})"), True
-        self._dump("".join(traceback.format_exception(error)))
-        return self._verdict(reason)
+        self._write_stacks("".join(traceback.format_exception(error)))
+        return self._name_suspects(reason)
 
-    def _dump(self, reason: str) -> None:
+    def _write_stacks(self, reason: str) -> None:
         """Append the stacks of this rank's threads to its file in ``<run>/stacks``."""
         with suppress(OSError):
             path = self.folder / "stacks" / f"rank_{self.rank}.txt"
@@ -219,10 +219,10 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
                 print(f"\n{when} rank {self.rank} on {socket.gethostname()}: {reason}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    def _verdict(self, reason: str) -> tuple[RankLost, bool]:
+    def _name_suspects(self, reason: str) -> tuple[RankLost, bool]:
         """The error that names the ranks that the others wait for, and whether this rank prints it.
 
-        The lowest rank prints that is not silent. This takes as long as every live rank needs to renew its beat.
+        The lowest rank that is not silent prints it. Waits until every live rank has had time to renew its beat.
         """
         before = self._beats()
         self._stopped.wait(1.5 * self.interval)
@@ -247,7 +247,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
 
 def describe_suspects(beats: dict[int, dict], silent: set[int]) -> str:
-    """The ranks that the others wait for: the silent ones, else those behind, else those in no collective."""
+    """Describes the ranks that the others wait for: the silent ones, else those behind, else those in no collective."""
     if not beats:
         return "a rank was lost"
     first = max(beat["step"] for beat in beats.values())
@@ -259,7 +259,7 @@ def describe_suspects(beats: dict[int, dict], silent: set[int]) -> str:
 
 
 def innermost_line(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of this package on a stack, and whether it waits there for other ranks, or for the GPU."""
+    """The innermost line of this package on a stack, and whether it waits there for other ranks or the GPU."""
     waits, distributed = False, (os.path.join("torch", "distributed"), os.path.join("torch", "cuda", "streams.py"))
     while frame is not None:
         path = frame.f_code.co_filename
@@ -271,14 +271,14 @@ def innermost_line(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def holder(lease: dict) -> str:
-    """The process that a lease names, for messages."""
+    """The process that a lease names, as text."""
     if not lease.get("time"):
         return "another process"
     return f"process {lease['pid']} on {lease['host']}, last heartbeat {time.time() - lease['time']:.0f} s ago"
 
 
 def machine() -> str:
-    """An id of this machine since its last boot. All containers on a machine share it, and share its file locks."""
+    """An id of this machine since its last boot. Containers on a machine share the id, and its file locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

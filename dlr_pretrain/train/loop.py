@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -15,20 +16,20 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
 from dlr_pretrain.models import Llama
 from dlr_pretrain.optim.schedule import merge_due, rate
-from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
+from dlr_pretrain.train.checkpoint import Checkpoint
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.train.metrics import Meter, Pending
+from dlr_pretrain.train.metrics import Meter
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import Skipped, TrainState, load_tensors, saved_tensors
-from dlr_pretrain.train.update import Outcome, Update
+from dlr_pretrain.train.update import Outcome, Update, to_host
 
-Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
+LAG = {"cpu": 0, "cuda": 1}  # how many steps later than its update an outcome is read on the host
 
 
 def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
-    """Traces the steps that ``cfg.profile`` names: each rank writes a file to ``<run>/profile``, if it can."""
+    """Traces the steps that ``cfg.profile`` names. Each rank writes a file to ``<run>/profile`` if it can."""
     write = tensorboard_trace_handler(str(run_dir / "profile"), f"rank_{ranks.rank}", use_gzip=True)
 
     def write_if_possible(traced: profile) -> None:
@@ -46,8 +47,8 @@ class Loop:
     cfg: Config
     ranks: Ranks
     update: Update
-    evaluator: Evaluate
-    sinks: Sequence[Callable[[dict], None]]  # of the record of each step, on rank 0 only
+    evaluator: Callable[[Llama], dict[str, float | None]]  # returns the metrics of an evaluation
+    sinks: Sequence[Callable[[dict], None]]  # they take the record of each step; on rank 0 only
     saver: Saver
     guard: Guard
     console: Console
@@ -56,10 +57,11 @@ class Loop:
     def __post_init__(self) -> None:
         self.profiler = profiler(self.cfg, self.saver.run_dir, self.ranks) if self.cfg.profile.enabled else None
         self.meter = Meter(self.cfg, self.ranks, self.update.model, self.update.micro_batch)
-        self.pending = Pending(self.ranks.device)
+        self.pending: deque[tuple[int, Callable[[], Outcome[float]], Batch]] = deque()  # outcomes not yet read
+        self.lag = LAG[self.ranks.device.type]
 
     def fit(self, loader: TrainLoader) -> None:
-        """Train to the last step. ``guard`` raises whatever ends the run before it."""
+        """Train to the last step. ``guard`` raises what ends the run earlier."""
         cfg, guard, state = self.cfg, self.guard, self.state
         guard.raise_if_stopped(state.step)
         if state.step < cfg.train.steps:
@@ -72,54 +74,54 @@ class Loop:
             self.push(outcome, batch)
 
             last = state.step == cfg.train.steps
-            evaluates, merges = last or state.step % cfg.eval.every == 0, merge_due(cfg, state.step)
+            evaluates = last or state.step % cfg.eval.every == 0
+            merges = merge_due(cfg, state.step)
             saves = last or state.step % cfg.checkpoint.every == 0
             self.drain(evaluates, at_once=evaluates or merges or saves)
             if guard.ended_by is not None:
                 self.end_before(*guard.ended_by)
-            if merges:
-                with self.meter.paused():
+            with self.meter.paused():
+                if merges:
                     self.update.merge(state.step)
-            if saves or guard.stops_after(state.step):
-                with self.meter.paused():
+                if saves or guard.stops_after(state.step):
                     self.save(final=last or guard.stops_after(state.step))
             guard.raise_if_stopped(state.step)
         guard.raise_if_failed()
 
     def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
-        """Send the outcome of the update on its way to the host, while the device goes on."""
+        """Start to copy the outcome of the update to the host, while the device goes on."""
         self.ranks.heartbeat.stepped(self.state.step)
-        self.pending.push(self.state.step, outcome, batch)
+        self.pending.append((self.state.step, to_host(outcome), batch))
         if self.profiler is not None:
             with self.meter.paused():
                 self.profiler.step()
 
     def drain(self, evaluates: bool, at_once: bool) -> None:
-        """Record the updates whose outcomes have arrived, oldest first; all of them ``at_once`` if something follows.
+        """Record the pending updates, oldest first: all but the last ``lag``, or all ``at_once``.
 
-        Stops at an update that ends the run.
+        Evaluates after the last if ``evaluates``. Stops at an update that ends the run.
         """
         state = self.state
-        for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.stops_after(state.step)):
-            if not self.guard.see(state, step, outcome, batch):
+        while len(self.pending) > (0 if at_once or self.guard.stops_after(state.step) else self.lag):
+            step, arrived, batch = self.pending.popleft()
+            outcome = arrived()
+            if not self.guard.review(state, step, outcome, batch):
                 break
             state.streams = batch.state
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
-            record: dict = {"step": step, "train/skipped": state.skipped.total}
-            record |= {"train/tokens": state.tokens, "train/real_tokens": state.real_tokens}
-            record |= self.meter.record(step, outcome)
+            record = self.meter.record(step, outcome, state)
             if evaluates and step == state.step:
                 with self.meter.paused():
                     record |= self.evaluator(self.update.model)
             for sink in self.sinks:
                 sink(record)
-            self.console.step(record, self.meter.seconds_per_step())
+            self.console.step(record)
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
-        """Save the state before update ``step``, which changed nothing, and raise the reason.
+        """Save the state before update ``step``, which changed nothing, and raise why the run ends.
 
-        If a save has failed for good, its error is the reason: the run ends with the checkpoint before it.
+        If a save has failed for good, raises its error: the run then ends with the checkpoint before it.
         """
         self.state.step = step - 1
         self.saver.wait()
@@ -128,10 +130,10 @@ class Loop:
         self.guard.raise_reason(step, outcome)
 
     def save(self, final: bool = False) -> None:
-        """Save everything that the next step depends on; with ``final``, return when it is durable.
+        """Save everything that the next step depends on. With ``final``, returns when it is durable.
 
-        Raises UserError if the weights are not sound, if the save before has failed for good or, with ``final``, this
-        one has.
+        Raises UserError if the weights are not sound, or if the previous save (with ``final``, this save) has failed
+        for good.
         """
         streams: dict[str, list[int]] = {}
         for own in self.ranks.gather(self.state.streams):
@@ -141,10 +143,10 @@ class Loop:
         with optimizer.taken_out() as values:
             tensors = saved_tensors(model, values)
             self.guard.require_sound(self.state.step, tensors)
-            self.saver.save(Snapshot(tensors, optimizer.state_tensors(), asdict(state)), final)
+            self.saver.save(tensors, optimizer.state_tensors(), asdict(state), final)
 
     def resume(self, found: Checkpoint) -> None:
-        """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
+        """Restore the state of ``found``, saved by any number of ranks, and close it."""
         load_tensors(self.update.model, self.update.optimizer, found.model)
         self.update.optimizer.load_state_tensors(found.optimizer)
         self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})

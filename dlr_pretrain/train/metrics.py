@@ -1,4 +1,4 @@
-"""Metrics: copied to the host without waiting; one line per completed update in ``metrics.jsonl``; throughput."""
+"""Metrics of updates: their lines in ``metrics.jsonl``, and the throughput."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.device import peak_memory
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import TrainState
 from dlr_pretrain.train.update import Outcome
+from dlr_pretrain.util.errors import naming
 from dlr_pretrain.util.files import sound_records, write_durably
 
-WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
-SPEED_WINDOW = 20  # steps over which it is averaged
+WARMUP_STEPS = 10  # first steps of a start, which throughput leaves out
+SPEED_WINDOW = 20  # steps over which throughput is averaged
 
 
 class MetricsFile(AbstractContextManager["MetricsFile"]):
-    """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes."""
+    """``metrics.jsonl``: a line for each completed update. A resume cuts it back to the checkpoint. Rank 0 only."""
 
     def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 0):
-        """``first_step``: the step that the run began after. ``missing`` is the number of records that were lost."""
-        self.path, self.unwritten, self.refusal = path, b"", OSError()
-        self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
+        """The run began after ``first_step``; ``missing`` counts the lost records from there to ``resumed_step``."""
+        self.path, self.unwritten = path, b""
+        self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while training writes
         found, damaged = sound_records(path)
         kept = [record for record in found if record["step"] <= resumed_step]
         self.missing = resumed_step - first_step - len({record["step"] for record in kept})
@@ -46,27 +44,25 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
-        """Append a line. If the disk does not take it now, it stays in ``unwritten``, and the next call tries again."""
-        self._append(_json_line(record).encode())
-
-    def _append(self, more: bytes = b"") -> None:
-        with self._mutex:
-            self.unwritten += more
-            try:
-                while self.unwritten:
-                    self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
-            except OSError as error:
-                self.refusal = OSError(error.errno, error.strerror, str(self.path))
+        """Append a line. A line that the disk refuses stays in ``unwritten``, and the next call tries again."""
+        with suppress(OSError):
+            self._append(_json_line(record).encode())
 
     def sync(self) -> None:
-        """Make every line durable before a checkpoint relies on it. Raises OSError if a line cannot be written."""
+        """Make every line durable, before a checkpoint relies on it. Raises OSError if a line cannot be written."""
         self._append()
-        if self.unwritten:
-            raise self.refusal
-        os.fsync(self.file.fileno())
+        with naming(self.path):
+            os.fsync(self.file.fileno())
+
+    def _append(self, more: bytes = b"") -> None:
+        with self._mutex, naming(self.path):
+            self.unwritten += more
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
 
     def __exit__(self, *_) -> None:
-        self._append()
+        with suppress(OSError):
+            self._append()
         self.file.close()
 
 
@@ -75,43 +71,15 @@ def _json_line(record: dict) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-class Pending:
-    """Outcomes of updates on their way to the host: at most ``lag`` steps late, and equally late on every rank."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.lag = 1 if self.on_gpu else 0
-        self.queue: deque[tuple[int, Tensor, torch.cuda.Event | None, Batch]] = deque()
-
-    def push(self, step: int, outcome: Outcome[Tensor], batch: Batch) -> None:
-        values, copied = torch.stack([value.double() for value in outcome]), None  # fp64 holds any count of tokens
-        if self.on_gpu:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values, copied = host.copy_(values, non_blocking=True), torch.cuda.Event()
-            copied.record()
-        self.queue.append((step, values, copied, batch))
-
-    def ready(self, everything: Callable[[], bool]) -> Iterator[tuple[int, Outcome[float], Batch]]:
-        """The steps that are due, oldest first, with outcome and batch: all but ``lag``, or all if ``everything()``.
-
-        Waits until the GPU has finished each step.
-        """
-        while len(self.queue) > (0 if everything() else self.lag):
-            step, values, copied, batch = self.queue.popleft()
-            if copied is not None:
-                copied.synchronize()
-            yield step, Outcome(*values.tolist()), batch
-
-
 class Meter:
-    """The metrics of an update: loss, gradient norm, rate, speed and memory.
+    """Measures updates: loss, gradient norm, rate, memory, and the speed of the last steps.
 
-    The speed is that of the last steps. Evaluation, saving and the first steps (compilation) do not count.
+    The speed leaves out evaluation, saving and the first steps, which compile.
     """
 
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, micro_batch: int):
         self.cfg, self.ranks = cfg, ranks
-        self.peak: float | None = None  # tokens per second that all GPUs could train at their peak FLOP/s, if known
+        self.peak: float | None = None  # tokens/s of all GPUs at their peak FLOP/s, if known
         if flops := peak_flops(ranks.device, cfg.precision.name):
             per_token = flops_per_token(cfg, model.lm_head.out_features, micro_batch)
             self.peak = flops * ranks.world_size / per_token
@@ -119,16 +87,20 @@ class Meter:
         self.times: deque[float] = deque(maxlen=SPEED_WINDOW)  # seconds of the last steps
         self.clock = time.perf_counter()
 
-    def record(self, step: int, outcome: Outcome[float]) -> dict:
-        """The record of update ``step``, which has just ended, without its counts of tokens."""
+    def record(self, step: int, outcome: Outcome[float], state: TrainState) -> dict:
+        """The record of update ``step``, which has just ended; ``state`` counts it already."""
         now = time.perf_counter()
         self.steps += 1
         if self.steps > WARMUP_STEPS:
             self.times.append(now - self.clock)
         self.clock = now
-        seconds = self.seconds_per_step()
-        speed = self.cfg.train.global_batch * self.cfg.train.seq_len / seconds if seconds else None
+        tokens = len(self.times) * self.cfg.train.global_batch * self.cfg.train.seq_len
+        speed = tokens / sum(self.times) if self.times else None
         return {
+            "step": step,
+            "train/skipped": state.skipped.total,
+            "train/tokens": state.tokens,
+            "train/real_tokens": state.real_tokens,
             "train/loss": finite_or_none(outcome.loss),
             "train/lr": rate(self.cfg, step - 1),
             "train/grad_norm": finite_or_none(outcome.norm),
@@ -138,13 +110,9 @@ class Meter:
             "time": time.time(),
         }
 
-    def seconds_per_step(self) -> float | None:
-        """The mean of the last steps; None in the first steps."""
-        return sum(self.times) / len(self.times) if self.times else None
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in this context does not count."""
+        """Leave the time in this context out of the speed."""
         start = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The micro-batch that fits on the GPUs (``train.micro_batch=auto``), and what helps where one did not fit."""
+"""The largest micro-batch that fits on the GPUs (``train.micro_batch=auto``), and what helps when memory runs out."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 
-USABLE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
+USABLE_SHARE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 
 
 def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
-    """The peak bytes of a rank, as the plan estimates them."""
+    """The peak memory of a rank in bytes, as planned."""
     return memory(cfg, vocab_size, ranks, state_bytes).total
 
 
 def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path) -> Config:
-    """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has room. All must call.
+    """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has memory.
 
-    The run's record keeps it for later starts on as many ranks, because another number would change the rounding of the
-    losses: they take it as long as it fits at all. Without a GPU, ``auto`` is ``null``. Raises UserError if no
-    sequence fits.
+    The run's record keeps the number for later starts on as many ranks, because another number would change the
+    rounding of the losses. They use it if it fits without a reserve. Without a GPU, ``auto`` means ``null``. All
+    ranks must call. Raises UserError if not one sequence fits.
     """
     if cfg.train.micro_batch != "auto" or ranks.device.type != "cuda":
         return cfg
@@ -38,7 +38,7 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
     share = cfg.train.global_batch // world
     kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
     most = kept.get(str(world), share)
-    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE)
+    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE_SHARE)
 
     def fits(rows: int) -> bool:
         return planned_memory(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room
@@ -57,7 +57,7 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
 def explain_out_of_memory(cfg: Config, ranks: Ranks, building: bool = False) -> Iterator[None]:
     """Turns an out-of-memory error of torch, numpy, cuBLAS or a new kernel into a UserError that says what helps.
 
-    While a model and its optimizer are ``building``, no micro-batch takes memory. A rank other than 0 prints the
+    While the model and its optimizer are ``building``, micro-batches take no memory. A rank other than 0 prints the
     message itself: it fails alone, and the command line prints only rank 0's errors.
     """
     try:

@@ -1,11 +1,11 @@
 """A model on many devices: replicated (DDP), sharded by rows (``parallel=fsdp``), or both (``parallel=hsdp``).
 
-FSDP: each rank holds its rows of every parameter, gradient and moment; blocks are gathered as they run, the rest for
-the step. The sharded tensors are the state: under ``bf16_mixed`` fp32 rows, which are rounded when they are gathered.
-torch gathers the next block while one runs. Source: Rajbhandari et al. (ZeRO stage 3, 2020), as ``fully_shard``.
+FSDP: each rank holds its rows of every parameter, gradient and moment. A block is gathered while the block before it
+runs; the other parameters are gathered for the whole step. The sharded tensors are the state: under ``bf16_mixed`` they
+are fp32 rows, rounded as they are gathered. Source: Rajbhandari et al. (ZeRO stage 3, 2020), as ``fully_shard``.
 
-HSDP: the ranks of a node share the rows out, and each node has a copy. Weights are gathered within a node alone; rows
-of gradients are summed over the nodes once an update.
+HSDP: each node holds a copy, whose rows are divided among its ranks. Weights are gathered only within a node; the rows
+of gradients are summed over nodes once per update.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 
 
 
 def shard_(cfg: Config, model: Llama) -> None:
-    """Leave on this rank its rows of the parameters of ``model``.
+    """Shard the parameters of ``model``: this rank keeps its rows.
 
-    Gradients are summed over ranks, not averaged, because the loss is divided by the global count.
-    Creates a process group of a single rank if there is no process group.
+    Gradients are summed over ranks, not averaged, because the loss is divided by the global count of targets. Without
+    a process group, creates one of a single rank.
     """
     from torch.distributed.device_mesh import init_device_mesh  # these imports take half a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -40,7 +40,7 @@ def shard_(cfg: Config, model: Llama) -> None:
     device = model.lm_head.weight.device
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one rank needs no network, and NCCL looks for one
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL looks for a network, but one rank needs none
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     ranks = dist.get_world_size()
     shards = cfg.shards(ranks)
@@ -56,13 +56,13 @@ def shard_(cfg: Config, model: Llama) -> None:
 
 
 def is_fsdp(model: Llama) -> bool:
-    return hasattr(model, "reshard")  # as an FSDPModule; its parameters are whole while it computes
+    return hasattr(model, "reshard")  # an FSDPModule: its parameters are whole while it computes
 
 
 def replicated(model: Llama, world_size: int) -> Any:
-    """The module whose backward pass sums gradients over ranks: ``model`` itself if it is sharded, or alone.
+    """The module whose backward pass sums gradients over ranks: ``model`` itself if it is sharded or on a single rank.
 
-    DDP sums them in buckets, during the last backward pass of a step.
+    DDP sums in buckets, during the last backward pass of a step.
     """
     if world_size == 1 or is_fsdp(model):
         return model
@@ -74,10 +74,10 @@ def replicated(model: Llama, world_size: int) -> Any:
 
 
 def summing(module: Any, last: bool) -> AbstractContextManager[None]:
-    """Within this context, backward passes sum gradients over ranks, if the micro-batch is the ``last`` of a step.
+    """Within this context, the backward pass of the ``last`` micro-batch of a step sums gradients over ranks.
 
     FSDP sums after every micro-batch, because whole gradients would need the memory that it saves. HSDP does so within
-    a node, in the dtype of the working weights, and sums over nodes in the ``last``.
+    a node, in the dtype of the working weights, and sums over nodes after the ``last``.
     """
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
@@ -87,8 +87,8 @@ def summing(module: Any, last: bool) -> AbstractContextManager[None]:
 
 
 def clear_gradients(module: Any, parameters: Sequence[Tensor]) -> None:
-    """Clear those of ``parameters``, all of ``module``; module.zero_grad() would walk all modules."""
-    if isinstance(module, DistributedDataParallel):  # they are views of the buckets and must stay so
+    """Clear the gradients of ``parameters``, all those of ``module``; module.zero_grad() would walk all modules."""
+    if isinstance(module, DistributedDataParallel):  # gradients are views of the buckets and must stay so
         torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
     else:
         for p in parameters:
@@ -96,7 +96,7 @@ def clear_gradients(module: Any, parameters: Sequence[Tensor]) -> None:
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
-    """The l2 norm over all gradients; the same on all ranks."""
+    """The L2 norm over all gradients, the same on all ranks."""
     rows = [sharded.local_rows(g) for g in gradients if sharded.is_sharded(g)]
     whole = [g for g in gradients if not sharded.is_sharded(g)]
     if not rows:
@@ -106,20 +106,20 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
 
 
 def compile_(cfg: Config, model: Llama, world_size: int) -> None:
-    """Compile ``model`` in place: on one GPU as one graph, up to 350m, and otherwise block by block.
+    """Compile ``model`` in place: as one graph on one GPU and up to 350m, else block by block.
 
-    The backward pass of one graph yields all gradients at its end: ranks could not overlap their reduction with it.
-    Activation checkpointing recomputes block by block.
+    The backward pass of one graph yields all gradients at its end, so that ranks could not overlap their reduction with
+    it. Activation checkpointing recomputes block by block.
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
     torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
     alone = world_size == 1 and not is_fsdp(model) and model.lm_head.weight.is_cuda
     small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
-    # Without CUDA graphs, whose replays overwrite gradients that the sum over micro-batches still needs
+    # No CUDA graphs: their replays overwrite gradients that the sum over micro-batches still needs
     mode = "max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None
     model.compile_(alone and small and cfg.train.activation_checkpointing == "none", mode)
 
 
 def _summed(_, bucket):  # DDP refuses annotations that are strings
-    """Has DDP sum gradients, not average them: the loss is already divided by the global count of targets."""
+    """Makes DDP sum gradients, not average them: the loss is already divided by the global count of targets."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])

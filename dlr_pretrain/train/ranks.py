@@ -20,16 +20,16 @@ from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import RankLost, Stopped, UserError, file_error, first_line, write_to_stderr
 
 T = TypeVar("T")
-CONNECT = 600.0  # seconds in which the devices of all ranks have to reach each other
-COLLECTIVE = 3600.0  # seconds that a collective may take at least, because ranks wait there for what rank 0 does alone
-SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the heartbeat has not ended it
-LONGEST_WAIT = 1e8  # seconds
+CONNECT_SECONDS = 600.0  # seconds in which the devices of all ranks must reach each other
+COLLECTIVE_SECONDS = 3600.0  # least time limit of a collective: in it, ranks wait for what rank 0 does alone
+SLACK_SECONDS = 120.0  # of a collective beyond the heartbeat's limit: the heartbeat should end it first
+LONGEST_SECONDS = 1e8  # that torch takes as a limit
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """This process as one of ``world_size`` ranks, and the means by which they agree.
+    """This process as one of ``world_size`` ranks, and how they agree.
 
-    Collectives on ``control`` (gloo) serve decisions on the host; the default group serves tensors on ``device``.
+    ``control`` (gloo) is the process group for decisions on the host, the default group that for tensors on ``device``.
     """
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat | None = None):
@@ -39,7 +39,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.device = find_device(cfg)
         self.control: dist.ProcessGroup | None = None
         process.die_with_agent()
-        self._wait = timedelta(seconds=min(max(COLLECTIVE, self.heartbeat.limit + SLACK), LONGEST_WAIT))
+        seconds = max(COLLECTIVE_SECONDS, self.heartbeat.limit + SLACK_SECONDS)
+        self._wait = timedelta(seconds=min(seconds, LONGEST_SECONDS))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             try:
@@ -59,19 +60,19 @@ class Ranks(AbstractContextManager["Ranks"]):
     def use_device(self) -> None:
         """Use the device for the first time, after all checks that need none."""
         prepare_device(self.device)
-        if self.world_size > 1:  # NCCL connects with the first collective, and may wait for ever for a broken link
-            with self.heartbeat.may_wait(max(CONNECT, self.heartbeat.limit)):
+        if self.world_size > 1:  # NCCL connects in the first collective, and may wait indefinitely for a broken link
+            with self.heartbeat.may_wait(max(CONNECT_SECONDS, self.heartbeat.limit)):
                 self.sum(torch.zeros((), device=self.device)).item()
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
+        """``tensor`` on ``device``. Copies from pinned memory: other copies wait for the GPU's queue."""
         self.heartbeat.tick()  # a batch is a sign of progress, also in an evaluation
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
     def start_heartbeat(self, run_dir: Path) -> None:
-        """Take the run directory, and watch the progress of all ranks from now on."""
+        """Take the run directory, and watch this rank's progress from now on."""
         token = self.on_main(lambda: self.heartbeat.take(run_dir))
         _readable(lambda: self.heartbeat.start(run_dir, token))
 
@@ -81,8 +82,8 @@ class Ranks(AbstractContextManager["Ranks"]):
     def on_main(self, decide: Callable[[], T]) -> T:
         """Call ``decide`` on rank 0, and return its result on every rank.
 
-        If it raises a ``UserError``, every rank raises it. If it raises another exception, rank 0 raises that, and the
-        other ranks raise a ``UserError`` that names it.
+        If it raises a UserError, every rank raises it. If it raises another exception, rank 0 raises that, and the
+        other ranks a UserError that names it.
         """
         answer: list = [None, None]
         own: Exception | None = None
@@ -101,13 +102,13 @@ class Ranks(AbstractContextManager["Ranks"]):
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
-        """Call ``act`` on rank 0, then on the other ranks, so that they find what rank 0 has cached."""
+        """Call ``act`` on rank 0, then on the other ranks, which find what rank 0 has cached."""
         result: list[T] = []
         self.on_main(lambda: result.append(act()))
         return result[0] if self.is_main else act()
 
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """``value`` of every rank, in the order of ranks, on every rank. ``group`` replaces ``control``."""
+        """The ``value`` of every rank, in the order of ranks, on every rank. ``group`` replaces ``control``."""
         if self.world_size == 1:
             return [value]
         values: list = [None] * self.world_size
@@ -115,7 +116,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         return values
 
     def require_equal(self, values: Mapping[str, object]) -> None:
-        """Raise UserError if ``values`` differ between ranks: other commands, devices, or files at the same path."""
+        """Raise UserError if ``values`` differ between ranks: in commands, devices, or files at the same path."""
         for rank, other in enumerate(self.gather(values)):
             pairs = ((name, *(of.get(name, "not there") for of in (values, other))) for name in {**values, **other})
             lines = [f"  {name}: {a} on rank {self.rank}, {b} on rank {rank}" for name, a, b in pairs if a != b]
@@ -124,18 +125,18 @@ class Ranks(AbstractContextManager["Ranks"]):
                 raise UserError("\n".join(["the ranks differ:", *lines, fix]))
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A new group for collectives on the host, such as those of another thread; all ranks must call together."""
+        """A new group for collectives on the host, such as those of another thread. All ranks must call."""
         return dist.new_group(backend="gloo", timeout=self._wait) if self.world_size > 1 else None
 
     @record_function("communication")
     def sum(self, tensor: Tensor) -> Tensor:
-        """``tensor`` summed over ranks, in place."""
+        """Sum ``tensor`` over ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copy rank 0's ``tensors`` to every rank: an initial SVD may round differently on other machines."""
+        """Copy rank 0's ``tensors`` to every rank."""
         if self.world_size > 1:
             for tensor in tensors:
                 value = tensor.contiguous()
@@ -146,9 +147,9 @@ class Ranks(AbstractContextManager["Ranks"]):
     # The end
 
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
-        """Destroy the process group if all ranks leave together. Raises RankLost if ``error`` follows from a lost rank.
+        """Destroy the process group if all ranks leave together. Raises RankLost if ``error`` comes from a lost rank.
 
-        A rank that fails may be alone, and ends without that: NCCL would wait for the other ranks, and they for it.
+        A rank that fails may be alone, and leaves the group as it is: NCCL would wait for the other ranks.
         """
         self._attention.__exit__(None, None, None)
         lost = self._lost(error)
@@ -159,18 +160,18 @@ class Ranks(AbstractContextManager["Ranks"]):
             raise lost from error
 
     def _lost(self, error: BaseException | None) -> RankLost | None:
-        """The error that names the lost rank, if ``error`` is that of a collective."""
+        """The error that names the lost rank, if ``error`` is that of a collective; else None."""
         collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if error is None or not collective:
             return None
-        lost, speaks = self.heartbeat.report(error)
-        if speaks and not self.is_main:  # cli.py prints only rank 0's errors
+        lost, prints = self.heartbeat.explain_collective(error)
+        if prints and not self.is_main:  # cli.py prints only rank 0's errors
             write_to_stderr(f"error: {lost}")
         return lost
 
 
 def _readable(act: Callable[[], T]) -> T:
-    """The result of ``act``. An OSError becomes a UserError, because the user can fix the file system."""
+    """The result of ``act``. An OSError becomes a UserError: the user can fix the file system."""
     try:
         return act()
     except OSError as error:

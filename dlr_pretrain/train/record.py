@@ -1,4 +1,4 @@
-"""Writes config.yaml and manifest.json, which say what a run is, and checks that a resume continues the same run."""
+"""Writes config.yaml and manifest.json, which say what a run is. A resume must continue the same run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from dlr_pretrain.util.secrets import redact
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip
-_writing = threading.Lock()  # the thread that saves checkpoints writes, too
+_writing = threading.Lock()  # the thread that saves checkpoints also writes
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
-    """Write ``config.yaml``, and the identity of the run and its state, running, to ``manifest.json``.
+    """Write ``config.yaml``, and to ``manifest.json`` the run's identity and its state, running.
 
     The identity is the settings that affect the mathematics of the run, and the ``fingerprints`` of the data, their
     order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
-    _refuse_strangers(run_dir, cfg.data.cache)
+    _refuse_other_files(run_dir, cfg.data.cache)
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "started_from": None, "micro_batch": {}})
     bind_identity(run_dir, identity(cfg) | fingerprints)
@@ -47,25 +47,24 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 
 
-def _refuse_strangers(run_dir: Path, cache: str | None) -> None:
-    """Raise UserError if the directory holds files, and no run: a run would overwrite some of them.
+def _refuse_other_files(run_dir: Path, cache: str | None) -> None:
+    """Raise UserError if the directory holds files but no run: a run could overwrite them.
 
-    A run that has lost its manifest still has checkpoints. Logs, what queued the run, and its cache may be there before
-    it.
+    A run without its manifest is known by its checkpoints. Logs, the job's file and the run's cache may come before it.
     """
     if read_record(run_dir) or directories(run_dir / "checkpoints"):
         return
     expected = {"job.json", "profile", *([Path(cache).name] if cache and Path(cache).parent == run_dir else [])}
     others = {path.name for path in run_dir.iterdir() if path.name[0] != "."} - expected
-    if strangers := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
-        rule = f"is not empty (it has {strangers[0]}), and holds no run"
+    if found := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
+        rule = f"is not empty (it has {found[0]}), and holds no run"
         raise UserError(f"run.dir={run_dir}: {rule}. Name a new folder")
 
 
 def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:
-    """Add ``entries`` to the identity in ``manifest.json``; raise UserError if they contradict what it holds.
+    """Add ``entries`` to the identity in ``manifest.json``. Raises UserError if they contradict it.
 
-    A directory in which nothing was saved yet may become another run.
+    Before the first checkpoint, a directory may become another run.
     """
     record = read_record(run_dir)
     before = record.get("identity", {})
@@ -89,34 +88,34 @@ def record_state(run_dir: Path, name: str, reason: str = "") -> None:
 
 @contextmanager
 def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
-    """The holder of the run directory puts how the run ends into ``manifest.json``: complete, or what went wrong.
-
-    A start that failed before ``open_record`` leaves the record as it is. A disk that refuses the write hides no error.
-    """
-    kinds = {type(None): "complete", Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
-    ended: BaseException | None = None
+    """Within this context, the holder of the run directory records in ``manifest.json`` how the run ends."""
     try:
         yield
     except BaseException as error:
-        ended = error
+        names = {Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
+        if heartbeat.holds:
+            _record_end(run_dir, names.get(type(error), "failed"), first_line(error))
         raise
-    finally:
-        with suppress(OSError, UserError):
-            if heartbeat.holds and read_record(run_dir).get("state", {}).get("name") == "running":
-                record_state(run_dir, kinds.get(type(ended), "failed"), first_line(ended) if ended is not None else "")
+    if heartbeat.holds:
+        _record_end(run_dir, "complete")
 
 
 def record_stop(run_dir: Path, stopped: Stopped) -> None:
-    """As ``recorded_end``, from a signal handler: not where the interrupted code is writing the record itself."""
+    """As ``recorded_end``, from a signal handler; nothing if the interrupted code is writing the record itself."""
     if _writing.acquire(blocking=False):
         _writing.release()
-        with suppress(OSError, UserError):
-            if read_record(run_dir).get("state", {}).get("name") == "running":
-                record_state(run_dir, "stopped", first_line(stopped))
+        _record_end(run_dir, "stopped", first_line(stopped))
+
+
+def _record_end(run_dir: Path, name: str, reason: str = "") -> None:
+    """``record_state`` of a run whose start has come to ``open_record``. A disk that refuses it hides no error."""
+    with suppress(OSError, UserError):
+        if read_record(run_dir).get("state", {}).get("name") == "running":
+            record_state(run_dir, name, reason)
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str, files: dict[str, str]) -> None:
-    """Add this start to ``manifest.json``: its machine, its software, and its data source, described by ``text``."""
+    """Add this start to ``manifest.json``: machine, software, and the data, described by ``text`` and ``files``."""
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [*map(redact, sys.argv)],
@@ -133,7 +132,7 @@ def record_start(run_dir: Path, world_size: int, device: torch.device, text: str
 
 
 def update_record(run_dir: Path, entries: dict) -> None:
-    """Put ``entries`` into ``manifest.json``, and take out those that are None."""
+    """Put ``entries`` into ``manifest.json``; None removes an entry."""
     with _writing:
         record = {"identity": {}, "starts": []} | read_record(run_dir) | entries
         kept = {name: value for name, value in record.items() if value is not None}
@@ -141,7 +140,7 @@ def update_record(run_dir: Path, entries: dict) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of this package and of those that it computes with."""
+    """Installed versions of ``PACKAGES``."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -150,7 +149,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> str | None:
-    """Commit of the code that runs, with "+" if it has local changes; None outside a checkout, or without git."""
+    """The commit of this code, with "+" if it has local changes; None outside a checkout or without git."""
     root = Path(dlr_pretrain.__file__).parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     if not (root / ".git").exists() or shutil.which("git") is None:

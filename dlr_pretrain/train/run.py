@@ -1,4 +1,4 @@
-"""A whole run, from a configuration to a folded checkpoint; it resumes from the newest checkpoint."""
+"""A run, from a configuration to the folded model. It resumes from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlr_pretrain.optim.optimizer import Optimizer, checkpoint_bytes
 from dlr_pretrain.train.console import Console, describe_run, duration, evaluation
 from dlr_pretrain.train.corpus import Corpus, open_corpus
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.guard import Guard
+from dlr_pretrain.train.guard import Guard, StopRequest
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
@@ -32,7 +32,6 @@ from dlr_pretrain.train.record import open_record, record_start, recorded_end, u
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_tensors
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
 from dlr_pretrain.util.errors import Diverged
@@ -43,8 +42,8 @@ from dlr_pretrain.util.text import loading, plural
 def run(cfg: Config) -> bool:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    Returns whether it has trained or folded: False if the run was complete already. Raises Stopped if the run was asked
-    to stop and has saved, and other UserErrors if something prevents the run.
+    Returns False if the run was complete already. Raises Stopped if the run was asked to stop and has saved, and
+    another UserError if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
     with (
@@ -64,7 +63,7 @@ def run(cfg: Config) -> bool:
 
 @dataclass
 class Run:
-    """A run from start to finish, as one of its ranks executes it."""
+    """One rank's part of a run, from start to finish."""
 
     cfg: Config
     dir: Path
@@ -74,45 +73,56 @@ class Run:
     corpus: Corpus
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only
-    sinks: list[Callable[[dict], None]] = field(default_factory=list)  # of records: metrics, W&B; on rank 0 only
+    sinks: list[Callable[[dict], None]] = field(default_factory=list)  # metrics, W&B: take records; on rank 0 only
 
     def complete(self) -> bool:
-        """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used.
+        """Find where to start, then build, train and fold. Checks that need no GPU come before its first use.
 
-        Returns False if there is nothing to do.
+        Returns False if the run is complete already.
         """
-        cfg, ranks, console, corpus = self.cfg, self.ranks, self.console, self.corpus
+        ranks = self.ranks
         ranks.on_main(self.open_record)
-        start = find_start(cfg, self.dir, ranks, corpus.vocab_size, console.say)
-        if start.saved == cfg.train.steps and ranks.on_main((self.dir / "folded" / "README.md").exists):
-            console.say(f"{self.dir} is complete.")
+        start = find_start(self.cfg, self.dir, ranks, self.corpus.vocab_size, self.console.say)
+        if start.saved == self.cfg.train.steps and ranks.on_main((self.dir / "folded" / "README.md").exists):
+            self.console.say(f"{self.dir} is complete.")
             self.say_result()
             return False
 
-        ranks.use_device()
-        if (ranks.device.type, cfg.device) == ("cpu", "auto") and cfg.scale.name != "tiny":
-            console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
-        read = corpus.source.describe(), corpus.source.contents
-        ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
-        self.cfg = cfg = resolve_micro_batch(cfg, ranks, corpus.vocab_size, self.dir)
-        with explain_out_of_memory(cfg, ranks, building=True):
-            model = new_model(cfg, ranks, corpus.vocab_size, start.folder, initialize=start.checkpoint is None)
-            optimizer = new_optimizer(cfg, model)
-        trained = parameter_counts(cfg, model)["trainable"]
-        flops = flops_per_token(cfg, corpus.vocab_size, cfg.micro_batch(ranks.world_size))
-        ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
-        console.summary(describe_run(cfg, self.dir, ranks, corpus, model) | start.summary())
-        with explain_out_of_memory(cfg, ranks):
+        self.use_device()
+        with explain_out_of_memory(self.cfg, ranks, building=True):
+            model, optimizer = self.build(start)
+        with explain_out_of_memory(self.cfg, ranks):
             self.train(model, optimizer, start)
         self.fold(model, optimizer)
         return True
 
     def open_record(self) -> None:
-        """On rank 0: write down what this run is. Raises UserError if the directory holds another run."""
-        self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
+        """On rank 0, write down what this run is. Raises UserError if the directory holds another run."""
+        self.ranks.heartbeat.require_held()  # two starts at the same time have both written their lease by now
         open_record(self.dir, self.cfg, self.corpus.fingerprints)
         update_record(self.dir, {"data.version": self.corpus.source.version})
         self.corpus.tokenizer.save(self.dir / "tokenizer")
+
+    def use_device(self) -> None:
+        """Use the device for the first time, record this start, and choose the micro-batch."""
+        cfg, ranks, source = self.cfg, self.ranks, self.corpus.source
+        ranks.use_device()
+        if (ranks.device.type, cfg.device) == ("cpu", "auto") and cfg.scale.name != "tiny":
+            self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
+        read = source.describe(), source.contents
+        ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
+        self.cfg = resolve_micro_batch(cfg, ranks, self.corpus.vocab_size, self.dir)
+
+    def build(self, start: Start) -> tuple[Llama, Optimizer]:
+        """Build the model and its optimizer, and describe the run."""
+        cfg, ranks, vocab_size = self.cfg, self.ranks, self.corpus.vocab_size
+        model = new_model(cfg, ranks, vocab_size, start.folder, initialize=start.checkpoint is None)
+        optimizer = new_optimizer(cfg, model)
+        trained = parameter_counts(cfg, model)["trainable"]
+        flops = flops_per_token(cfg, vocab_size, cfg.micro_batch(ranks.world_size))
+        ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
+        self.console.summary(describe_run(cfg, self.dir, ranks, self.corpus, model) | start.summary())
+        return model, optimizer
 
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""
@@ -137,7 +147,7 @@ class Run:
             loop.fit(loader)
 
     def open_metrics(self, opened: ExitStack, start: Start) -> None:
-        """Open ``metrics.jsonl``, and the view beside it if there is one; ``opened`` closes both. On rank 0 only."""
+        """On rank 0, open ``metrics.jsonl`` and the view beside it, if any; ``opened`` closes both."""
         began = (read_record(self.dir).get("started_from") or {"step": 0})["step"]
         self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step, began))
         if (lost := self.metrics.missing) > 0:
@@ -149,7 +159,7 @@ class Run:
 
     def fold(self, model: Llama, optimizer: Optimizer) -> None:
         """Write the folded checkpoint."""
-        self.stop.finishing()
+        self.stop.training_done()
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
         checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.corpus))
@@ -157,21 +167,21 @@ class Run:
         self.say_result()
 
     def say_result(self) -> None:
-        """Say how good the model is, where it is, and how to load it."""
+        """Print how good the model is, where it is, and how to load it."""
         folded, record = self.dir / "folded", (read_metrics(self.dir / "metrics.jsonl") or [{}])[-1]
         if "eval/loss" in record:
             self.console.summary({"result": f"{evaluation(record)} on the validation text"})
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
-        if not (folded / "config.json").exists():  # of a backbone of one's own
+        if not (folded / "config.json").exists():  # a user's own backbone
             code = "    transformers has no layer for it: see docs/extending.md, and fold a checkpoint again"
         self.console.say(f"export      {folded}\n\n{code}")
 
 
 def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], corpus: Corpus) -> str:
-    """Write ``<run>/folded`` from the folded ``tensors``, by their exported names; returns how it was checked.
+    """Write ``<run>/folded`` from the folded ``tensors``, by their exported names. Returns how the export was checked.
 
-    Raises UserError if the export is not what was trained; it then stays in ``<run>/.folded.partial``. Raises Diverged,
-    and writes nothing, if the last evaluation is not finite. The checkpoints stay as they are.
+    Raises UserError if the export differs from what was trained, and leaves it in ``<run>/.folded.partial``. Raises
+    Diverged, and writes nothing, if the last evaluation is not finite. The checkpoints stay as they are.
     """
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     if record.get("eval/perplexity", 0.0) is None:

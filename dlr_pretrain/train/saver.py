@@ -1,4 +1,4 @@
-"""Saves while training goes on: the state is copied to the host, and a thread writes the copy as a checkpoint."""
+"""Saves checkpoints while training goes on: the state is copied to the host, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from dlr_pretrain.config import tree
 from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Snapshot, TensorRows
+from dlr_pretrain.train.checkpoint import TensorRows
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
@@ -26,40 +28,38 @@ from dlr_pretrain.util.errors import UserError, file_error, write_to_stderr
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
-FOLDER_WAIT = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
+FOLDER_WAIT = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent
 TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
 
 
 class _Unwritten(UserError):
-    """A disk refused a write. The next attempt may succeed."""
+    """A disk refused a write; the next attempt may succeed."""
 
 
+@dataclass
 class Saver(AbstractContextManager["Saver"]):
-    """Writes the checkpoints of a run, one at a time: each rank writes its part, and rank 0 makes them a checkpoint.
+    """Writes the checkpoints of a run one by one: each rank writes a part, and rank 0 makes the parts a checkpoint.
 
-    Before that, rank 0 makes sure that it still holds the run directory and that every line of ``metrics`` is on the
-    disk. The ranks' writing threads have their own process group: collectives of two threads in one group would mix.
+    Rank 0 first makes sure that it still holds the run directory, and that every line of ``metrics`` is on the disk.
+    The writing threads have their own process group: collectives of two threads in one group would mix.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        ranks: Ranks,
-        keep: tree.Checkpoint,
-        metrics: MetricsFile | None,
-        console: Console,
-        saved: int = 0,
-    ):
-        self.run_dir, self.root = run_dir, run_dir / "checkpoints"
-        self.ranks, self.keep, self.metrics, self.console = ranks, keep, metrics, console
-        self.saved = saved  # the last step that a checkpoint holds; the same on all ranks after ``wait``
-        self.error: Exception | None = None  # why a save failed for good; set on all ranks, but not at the same instant
-        self._group = ranks.new_group()
+    run_dir: Path
+    ranks: Ranks
+    keep: tree.Checkpoint
+    metrics: MetricsFile | None  # on rank 0 only
+    console: Console
+    saved: int = 0  # step of the last checkpoint; the same on all ranks after ``wait``
+    error: Exception | None = None  # why a save failed for good; set on all ranks, not at the same instant
+
+    def __post_init__(self) -> None:
+        self.root = self.run_dir / "checkpoints"
+        self._group = self.ranks.new_group()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
 
     def check_disk(self, size: int) -> None:
-        """Before the first step: raise UserError unless every rank can write a checkpoint and ``size`` bytes fit."""
+        """Before the first step, raise UserError unless every rank can write a checkpoint and ``size`` bytes fit."""
 
         def write() -> None:
             if not wait_for(folder.is_dir, FOLDER_WAIT):
@@ -77,22 +77,25 @@ class Saver(AbstractContextManager["Saver"]):
             finally:
                 self._discard(folder)
 
-    def save(self, snapshot: Snapshot, final: bool = False) -> None:
-        """Start to save ``snapshot``, which may be overwritten when this returns; waits for the previous save first.
+    def save(
+        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: dict[str, Any], final: bool = False
+    ) -> None:
+        """Start to save tensors by name and the JSON ``state``; waits for the previous save first.
 
-        With ``final``, returns when the checkpoint is durable. Raises as ``wait`` does.
+        The tensors may change when this returns. With ``final``, returns when the checkpoint is durable. Raises as
+        ``wait`` does.
         """
         self.wait()
-        pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
-        self._thread = threading.Thread(target=self._write, args=(pieces, copied, snapshot.state), daemon=True)
+        pieces, copied = self._to_host(checkpoint.share(model, optimizer, self.ranks.rank, self.ranks.world_size))
+        self._thread = threading.Thread(target=self._write, args=(pieces, copied, state), daemon=True)
         self._thread.start()
         if final:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last save is durable. Raises UserError, on all ranks, if its retries have failed on any.
+        """Wait until the last save is durable. Raises UserError on all ranks if the save has failed for good on any.
 
-        If a rank was lost meanwhile, raises the error of the collective.
+        If a rank was lost, raises the error of the collective.
         """
         if self._thread is not None:
             with self.ranks.heartbeat.may_wait():
@@ -106,10 +109,10 @@ class Saver(AbstractContextManager["Saver"]):
             raise self.error
 
     def _to_host(self, pieces: dict[str, TensorRows]) -> tuple[dict[str, TensorRows], torch.cuda.Event | None]:
-        """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host.
+        """Copies of ``pieces`` on the host, and on a GPU the event of their completion.
 
-        They share one buffer, which is kept, because new memory is slow, and torch rounds each piece of pinned memory
-        up to a power of two. Wide dtypes come first: so every copy is aligned.
+        The copies share one buffer. It is kept, because new memory is slow and torch rounds each piece of pinned memory
+        up to a power of two. Wide dtypes come first, so that every copy is aligned.
         """
         on_gpu, size = self.ranks.device.type == "cuda", sum(piece.tensor.nbytes for piece in pieces.values())
         if len(self._buffer) < size:
@@ -122,14 +125,14 @@ class Saver(AbstractContextManager["Saver"]):
             copies[name] = piece._replace(tensor=copy.copy_(tensor, non_blocking=True))
         if not on_gpu:
             return copies, None
-        copied = torch.cuda.Event(blocking=True)  # the writing thread sleeps while it waits for it
+        copied = torch.cuda.Event(blocking=True)  # the writing thread sleeps while it waits
         copied.record()
         return copies, copied
 
     def _write(self, pieces: dict[str, TensorRows], copied: torch.cuda.Event | None, state: dict[str, Any]) -> None:
-        """In a thread of its own: write ``pieces`` and ``state`` as a checkpoint, in ``TRIES`` attempts.
+        """In the writing thread: write ``pieces`` and ``state`` as a checkpoint, in at most ``TRIES`` attempts.
 
-        All ranks fail together, and say so once. Only a disk that refuses is tried again.
+        Only a write that a disk refused is tried again. All ranks fail together, and the failure is printed once.
         """
         try:
             if copied is not None:
@@ -143,7 +146,7 @@ class Saver(AbstractContextManager["Saver"]):
                 except _Unwritten as error:
                     failed = f"checkpoint of step {state['step']} could not be written: {error}"
                 if attempt == 0:
-                    self.console.say(f"warning: {failed}: it is tried for another {(TRIES - 1) * PAUSE:.0f} s")
+                    self.console.say(f"warning: {failed}: trying again for {(TRIES - 1) * PAUSE:.0f} s")
             self.error = UserError(f"{failed}; the same command resumes")
         except Exception as error:
             self.error = error
@@ -170,7 +173,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.saved = step
 
     def _discard(self, folder: Path) -> None:
-        """Delete the parts of a failed save, which fill the disk, and nothing that another start may be writing."""
+        """Delete the parts of a failed save, which fill the disk, and nothing of another start."""
         if self.ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -188,22 +191,24 @@ class Saver(AbstractContextManager["Saver"]):
         try:
             self.ranks.heartbeat.require_held()  # a new save deletes the unfinished ones of others
             result = act()
-        except (OSError, UserError) as error:
-            failure = isinstance(error, OSError), str(file_error(error) if isinstance(error, OSError) else error)
+        except OSError as error:
+            failure = True, str(file_error(error))
+        except UserError as error:
+            failure = False, str(error)
         except Exception as error:
             write_to_stderr(traceback.format_exc())
             failure = False, f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((result, failure), self._group)
-        failures = [(failure[0], rank, failure[1]) for rank, (_, failure) in enumerate(answers) if failure is not None]
+        failures = [(failure[0], rank, failure[1]) for rank, (_, failure) in enumerate(answers) if failure]
         if failures:
-            of_disk, rank, text = min(failures)  # first what no other attempt can mend, then the lowest rank
+            of_disk, rank, text = min(failures)  # failures that no retry can mend first, then the lowest rank
             raise (_Unwritten if of_disk else UserError)(f"rank {rank}: {text}" if len(answers) > 1 else text)
         return [result for result, _ in answers]  # type: ignore[misc]  # nobody has failed
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        """Wait for a running save, which the end of the process would otherwise cut off.
+        """Wait for a running save, which the end of the process would cut off.
 
-        After an exception the wait is at most 60 s, and after KeyboardInterrupt there is none.
+        After an exception it waits at most 60 s, after KeyboardInterrupt not at all.
         """
         if self._thread is not None and kind is not KeyboardInterrupt:
             self._thread.join(None if kind is None else 60.0)

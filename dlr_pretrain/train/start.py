@@ -1,4 +1,4 @@
-"""Where a run starts: its own newest checkpoint, else another run or a folder (``run.start_from``), or the seed."""
+"""Where a run starts: at its own newest checkpoint, else from ``run.start_from`` (a run or a folder), or the seed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from dlr_pretrain.train.record import bind_identity, update_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import wait_for
 
-CHECKPOINT_WAIT = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
+CHECKPOINT_WAIT = 5.0  # seconds until a network file system shows a checkpoint that another machine has written
 Say = Callable[[str], None]
-# Keys of the identity. Weights mean nothing under another model, moments under another optimizer, and a position in the
-# data under other data.
+# Keys of the identity: weights fit only their model, moments only their optimizer, a position in the data only its data
 MODEL_KEYS = ("scale.", "backbone.", "dlr.", "tokenizer.")
 OPTIMIZER_KEYS = ("optimizer.name", "optimizer.rank", "optimizer.block_size", "precision.")
 DATA_KEYS = ("data.", "train.global_batch", "train.seq_len")
@@ -30,20 +29,20 @@ DATA_KEYS = ("data.", "train.global_batch", "train.seq_len")
 
 @dataclass
 class Start:
-    """``checkpoint``: the state to restore, whole or in part; ``folder``: initial weights; neither: the seed's."""
+    """Where a run starts; without ``checkpoint`` and ``folder``, the seed gives the initial weights."""
 
-    checkpoint: Checkpoint | None = None
-    folder: PretrainedFolder | None = None
-    resumes: bool = False  # this run's own checkpoint
+    checkpoint: Checkpoint | None = None  # the state to restore, whole or in part
+    folder: PretrainedFolder | None = None  # initial weights
+    resumes: bool = False  # whether the checkpoint is this run's own
 
     @property
     def step(self) -> int:
-        """Updates that are done already."""
+        """Finished updates."""
         return self.checkpoint.step if self.checkpoint is not None else 0
 
     @property
     def saved(self) -> int:
-        """The step that this run's own checkpoints hold."""
+        """Step of this run's own newest checkpoint."""
         return self.step if self.resumes else 0
 
     def summary(self) -> dict[str, str]:
@@ -55,13 +54,13 @@ class Start:
 def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: Say) -> Start:
     """The start of the run in ``run_dir``. What a new run starts from becomes part of its identity.
 
-    All ranks must call.
+    All ranks must call. Raises UserError if the newest checkpoint is of another run.
     """
     if (path := ranks.on_main(lambda: newest_checkpoint(run_dir, say))) is not None:
         found = checkpoint.load(path, ranks)
         if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
             fix = "Move it away, or start a new run from it with run.start_from"
-            raise UserError(f"{path}: it is of another run ({describe_differences(changed)}). {fix}")
+            raise UserError(f"{path} belongs to another run ({describe_differences(changed)}). {fix}")
         return Start(found, resumes=True)
     if cfg.run.start_from is not None:
         return start_from(cfg, run_dir, ranks, vocab_size, Path(cfg.run.start_from), say)
@@ -69,22 +68,22 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
 
 
 def newest_checkpoint(run_dir: Path, say: Say) -> Path | None:
-    """The newest valid checkpoint of a run; newer ones, which are damaged, get another name, and ``say`` a warning.
+    """The newest valid checkpoint of a run. Renames newer ones, which are damaged, and says so.
 
-    The checkpoint that was saved last may appear late on a network file system; it is waited for, up to
-    ``CHECKPOINT_WAIT`` seconds. Raises UserError if something was saved, and nothing is there.
+    Waits up to ``CHECKPOINT_WAIT`` seconds for the last checkpoint, which a network file system may show late. Raises
+    UserError if something was saved and nothing is there.
     """
     root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
     wait_for(lambda: saved in (0, *map(step_of, directories(root))), CHECKPOINT_WAIT)
     found, damaged = checkpoint.newest(root)
     for directory, damage in damaged.items():
         renamed = directory.rename(root / f"damaged_{directory.name}_{uuid.uuid4().hex[:8]}")
-        say(f"warning: passed over {directory}: {damage}. It is {renamed.name} now; delete it if you do not need it")
+        say(f"warning: passed over {directory}: {damage}. It is now {renamed.name}; delete it if you do not need it")
     if found is None and saved:
         fix = "Restore it, or move the run directory away to start over"
-        raise UserError(f"{root}: none, and step {saved:,} was saved. {fix}")
+        raise UserError(f"{root}: no checkpoint, but step {saved:,} was saved. {fix}")
     if found is not None and step_of(found) < saved:
-        lost = f"the last saved, of step {saved:,}, is not there"
+        lost = f"the last saved checkpoint, of step {saved:,}, is missing"
         say(f"warning: {root}: {lost}. The steps after {found.name} are trained again")
     return found
 
@@ -96,12 +95,12 @@ def newest_checkpoint(run_dir: Path, say: Say) -> Path | None:
 def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given: Path, say: Say) -> Start:
     """The start from ``given``: a run, one of its checkpoints, or a folder of weights.
 
-    A new run takes the weights, and with ``run.start_optimizer`` the moments, the step, and the position in the data if
-    no key of the data has changed. Raises UserError if the model or the tokenizer is another one.
+    A new run takes over the weights. With ``run.start_optimizer`` it also takes over the moments and the step, and the
+    position in the data if no key of the data differs. Raises UserError if the model or the tokenizer differs.
     """
     if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / INDEX).is_file()):
         if cfg.run.start_optimizer:
-            rule = "is a folder of weights, which holds no optimizer state"
+            rule = "is a folder of weights, without optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
         tokenizer = ranks.on_main(lambda: read_record(run_dir)["identity"]["tokenizer.pieces"])
         folder = ranks.main_first(lambda: PretrainedFolder(given, cfg, vocab_size, tokenizer))
@@ -120,7 +119,7 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
 
 
 def _named(given: Path, say: Say) -> Path:
-    """The checkpoint that ``given`` is, or the newest valid one of the run ``given``."""
+    """The checkpoint ``given``, or the newest valid one of the run ``given``."""
     if re.fullmatch(r"step_\d+", given.name):
         if damage := checkpoint.fault(given):
             raise UserError(f"run.start_from={given}: {damage}. Name another checkpoint")
@@ -142,9 +141,9 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     def refuse(keys: tuple[str, ...], what: str, fix: str) -> None:
         if differ := {name: both for name, both in changed.items() if name.startswith(keys)}:
             rule = f"another {what} ({describe_differences(differ)})"
-            raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
+            raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set the same keys{fix}")
 
-    refuse(MODEL_KEYS, "model", "; from the other run's folded folder weights start under another dlr, too")
+    refuse(MODEL_KEYS, "model", "; the weights of its folded folder also start under another dlr")
     found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
@@ -153,10 +152,10 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     refuse(OPTIMIZER_KEYS, "optimizer", ", or leave out run.start_optimizer")
     if found.step >= cfg.train.steps:
         rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
-        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
+        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set a larger number")
     if any(name.startswith(DATA_KEYS) for name in changed):
         found.state["streams"] = {}
-        say("the data start anew, because their keys have changed")
+        say("the data start from the beginning, because their keys differ")
     say(f"continuing {found.path} after step {found.step:,}: the learning rate there is {rate(cfg, found.step):.3g}")
     if changed:
-        say(f"what differs from there: {describe_differences(changed)}")
+        say(f"keys that differ: {describe_differences(changed)}")

@@ -1,4 +1,4 @@
-"""The state of a run: its model, its optimizer, and a few counters. Where each precision keeps what:
+"""The state of a run: its model, its optimizer and a few counters. What each precision keeps in which dtype:
 
 =================  =================  ==============================  ======================
 precision          working weights    values                          gradients and moments
@@ -10,12 +10,12 @@ bf16_mixed, fsdp   fp32 shards (1)    the working weights             fp32
 fp32               fp32               the working weights             fp32
 =================  =================  ==============================  ======================
 
-(1) They are cast to bf16 as they are gathered.
+(1) cast to bf16 as they are gathered
 
 The model multiplies by the working weights. The optimizer updates the values, and a checkpoint holds them. With DLR the
-working weights are W = round(B + beta R^T) between updates, and an update sees values that hold B. Where the two are
-the same tensors, the entries of B that W replaces are kept beside them, and put back for the update and the checkpoint.
-Masters always hold B.
+working weights between updates are W = round(B + beta R^T), and an update sees values that hold B. If values and
+working weights are the same tensors, the entries of B that W replaces are kept beside them, and put back for the update
+and the checkpoint. Masters always hold B.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 
 class Skipped(NamedTuple):
-    """The updates that were left out because their loss or gradient was not finite."""
+    """Counts the updates that were skipped because their loss or gradient was not finite."""
 
     total: int = 0
-    in_a_row: int = 0  # up to the last
-    last: int = 0  # its step
+    in_a_row: int = 0  # without a break, up to the last one
+    last: int = 0  # step of the last one
 
     def and_step(self, step: int) -> Skipped:
         return Skipped(self.total + 1, self.in_a_row + 1 if self.last == step - 1 else 1, step)
@@ -57,26 +57,26 @@ class Skipped(NamedTuple):
 class TrainState:
     """What a checkpoint holds beside the tensors of model and optimizer."""
 
-    step: int = 0  # updates so far
+    step: int = 0  # finished updates
     tokens: int = 0  # positions so far, padding included
-    real_tokens: int = 0
-    streams: dict[str, list[int]] = field(default_factory=dict)  # the position in the data, none before the first batch
+    real_tokens: int = 0  # without padding
+    streams: dict[str, list[int]] = field(default_factory=dict)  # position in the data; empty before the first batch
     skipped: Skipped = field(default_factory=Skipped)
 
 
 def new_model(
     cfg: Config, ranks: Ranks, vocab_size: int, pretrained: PretrainedFolder | None = None, initialize: bool = True
 ) -> Llama:
-    """The model of a run on this rank's device, with B in its weights; from ``pretrained`` or drawn from the seed.
+    """The model of a run on this rank's device, with B in its weights: from ``pretrained``, or drawn from the seed.
 
-    Rank 0 draws the values (or decomposes them, for LOST) and sends them: other machines might round an SVD
-    differently. Without ``initialize`` there are no values yet, for a checkpoint to be loaded into. Under
-    ``parallel=fsdp`` and ``hsdp`` this rank keeps its rows.
+    Rank 0 computes the values and sends them to the other ranks: another machine might round LOST's SVD differently.
+    Without ``initialize`` the values are undefined until a checkpoint is loaded. Under ``parallel=fsdp`` and ``hsdp``
+    this rank keeps only its rows.
     """
     model = build_model(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
     if pretrained is not None and ranks.is_main:
         pretrained.put_into_(model)
-        if cfg.dlr.enabled:  # training adds it again: the first forward pass multiplies by the weights of the folder
+        if cfg.dlr.enabled:  # training adds the residual again, and then multiplies by the weights of the folder
             add_(model.state_dict(), model, cfg.dlr, share=-1.0)
     if initialize:
         ranks.broadcast(model.state_dict().values())
@@ -86,14 +86,14 @@ def new_model(
 
 
 def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
-    """The optimizer of ``model``, which is given in the dtype of the state, and has its working weights afterwards."""
+    """The optimizer of ``model``. The model comes in the dtype of the state, and is cast to its working weights."""
     precision, dlr = cfg.precision.name, cfg.dlr
-    values = None
+    working, compiled = dict(model.named_parameters()), bool(cfg.compile)
+    values = residuals = None
     if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not is_fsdp(model):
-        values = _masters_(model, WORKING_DTYPE[precision])
-    working = dict(model.named_parameters())
-    compiled = bool(cfg.compile)
-    residuals = None
+        values = {name: p.detach() for name, p in working.items()}  # the fp32 masters
+        for p in working.values():
+            p.data = p.data.to(WORKING_DTYPE[precision])
     if dlr.enabled and dlr.mode == "residual":
         residuals = Residuals(model, dlr, values or working, compiled and model.lm_head.weight.is_cuda)
     return Optimizer(
@@ -105,15 +105,6 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
         compiled=compiled,
         rounding_seed=cfg.seed if precision == "bf16_sr" else None,
     )
-
-
-@torch.no_grad()
-def _masters_(model: Llama, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of ``model`` as they are, by name; the model itself is cast to ``dtype``."""
-    masters = {name: p.detach() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.data = masters[name].to(dtype)
-    return masters
 
 
 def saved_tensors(model: Llama, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,8 +124,8 @@ def load_tensors(model: Llama, optimizer: Optimizer, tensors: Mapping[str, Store
 def folded(cfg: Config, model: Llama, optimizer: Optimizer, keep: bool) -> dict[str, Tensor]:
     """The tensors to deploy, by their exported names, whole and on the host; empty unless ``keep``.
 
-    They are the working weights, or under ``bf16_mixed`` the fp32 masters with their residuals, of which the working
-    weights are the rounded values. All ranks must call. Raises RuntimeError if they differ by any bit.
+    They are the working weights; under ``bf16_mixed`` they are the fp32 masters with their residuals, which round to
+    the working weights. All ranks must call. Raises RuntimeError if a tensor does not round to its working weight.
     """
     if not (keep or is_fsdp(model)):
         return {}
@@ -147,5 +138,5 @@ def folded(cfg: Config, model: Llama, optimizer: Optimizer, keep: bool) -> dict[
         if not torch.equal(sharded.local_rows(tensors[name]).to(p.dtype), sharded.local_rows(p)):
             raise RuntimeError(f"{name}: the folded tensor is not the working weight")
     tensors |= dict(model.named_buffers())
-    whole = ((name, sharded.gathered(tensors.pop(name))) for name in list(tensors))  # one at a time on the device
+    whole = ((name, sharded.gathered(tensors.pop(name))) for name in list(tensors))  # one by one on the device
     return split(model, {name: tensor.cpu() for name, tensor in whole if keep})

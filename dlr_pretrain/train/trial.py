@@ -1,4 +1,4 @@
-"""Updates without the data of a run, for the doctor, measurements and tests."""
+"""Updates without a run's data, for the doctor, measurements and tests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.guard import Guard
+from dlr_pretrain.train.guard import Guard, StopRequest
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import new_model, new_optimizer
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.train.update import Update
 
 
 def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:
-    """The updates of ``model`` (default: a new one), for checks and measurements without the data of a run."""
+    """The updates of ``model``; by default of a new model."""
     model = model or new_model(cfg, ranks, vocab_size)
     return Update(cfg, ranks, model, new_optimizer(cfg, model))
 
@@ -34,7 +33,7 @@ def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path) -> Loo
 
 
 def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
-    """This rank's batch of random tokens."""
+    """A batch of random tokens for this rank."""
     rows = cfg.train.global_batch // ranks.world_size
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)

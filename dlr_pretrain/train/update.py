@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -19,19 +19,35 @@ from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 
-MATRICES = 7200.0  # seconds that an update of matrices may take: GaLore decomposes all gradients of 7b in one
+MATRIX_UPDATE_SECONDS = 7200.0  # for an update of matrices: GaLore decomposes all gradients of 7b in one
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
 
 
 class Outcome(NamedTuple, Generic[Scalar]):
-    """What an update reports; the same on all ranks."""
+    """What an update reports: 0-dimensional tensors on the device, or numbers. The same on all ranks."""
 
     loss: Scalar  # mean over the targets of all ranks, in nats
     norm: Scalar  # of the gradient before clipping
-    skipped: Scalar  # 1: the update changed nothing
-    ends: Scalar  # 1: nor does any later one, the run ends
+    skipped: Scalar  # 1 if the update changed nothing
+    ends: Scalar  # 1 if the run ends: no later update changes anything either
     real_tokens: Scalar  # of all ranks
-    stops: Scalar  # ranks that were asked to stop
+    stops: Scalar  # how many ranks were asked to stop
+
+
+def to_host(outcome: Outcome[Tensor]) -> Callable[[], Outcome[float]]:
+    """Start a copy of ``outcome`` to the host. The returned function waits for the update, and returns the copy."""
+    values = torch.stack([value.double() for value in outcome])  # fp64 holds any count of tokens
+    if not values.is_cuda:
+        return lambda: Outcome(*values.tolist())
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Outcome[float]:
+        copied.synchronize()
+        return Outcome(*host.tolist())
+
+    return wait
 
 
 class Update:
@@ -49,14 +65,14 @@ class Update:
     def __call__(
         self, batch: Batch, index: int, lr: float, failed: bool = False, stop: bool = False
     ) -> Outcome[Tensor]:
-        """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
+        """Take one optimizer step from one global batch; ``batch`` holds this rank's rows of it.
 
-        With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read
-        whether to skip, and the clip factor. ``index`` counts the updates of the run from 0.
+        ``index`` numbers the updates of the run from 0. ``stop`` says whether this rank was asked to stop, ``failed``
+        whether it has failed. After a failure of any rank, this update and all later ones change nothing. An update
+        whose loss or gradient is not finite changes nothing; nor do later ones if ``train.on_nonfinite`` is "stop".
 
-        An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
-        update changes anything either. If this or another rank has ``failed``, this update and all later ones change
-        nothing. ``stop`` says whether this rank was asked to stop. What is returned is still on the device.
+        The outcome stays on the device. With adamw and adamw_8bit the host never waits for the device; with other
+        optimizers it waits once, to read the clip factor and whether to skip.
         """
         inputs = self.inputs(batch)
         counts = self.ranks.to_device(torch.tensor([0, batch.real_tokens, stop, failed]))
@@ -69,15 +85,15 @@ class Update:
         return Outcome(loss, norm, skipped, self.ends, real_tokens, stops)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """The model's inputs on the device."""
+        """The model's inputs on the device: ids and targets [b, T], and document numbers if documents are masked."""
         to_device = self.ranks.to_device
         return inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
 
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
-        """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.
+        """Compute the gradients of the mean loss over the ``count`` targets of all ranks.
 
-        ``micro_batches`` holds the model's inputs: ids and targets [b, T], and the document numbers if documents are
-        masked. Micro-batches are summed in the gradients' own dtype: in bf16, 32 of them have an error of about 0.6%.
+        Returns this rank's part of that loss. The gradients of micro-batches are summed in their own dtype: in bf16,
+        the sum of 32 has an error of about 0.6%.
         """
         losses = []
         for number, inputs in enumerate(micro_batches, 1):
@@ -92,25 +108,25 @@ class Update:
 
     @record_function("optimizer")
     def step(self, loss: Tensor, index: int, lr: float, failures: Tensor) -> tuple[Tensor, Tensor]:
-        """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was skipped."""
+        """Step with the summed, clipped gradients; returns their norm before clipping, and 1 if skipped."""
         norm = parallel.norm_of(self.optimizer.collect())
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
-        with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRICES):
+        with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRIX_UPDATE_SECONDS):
             self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
         self.optimizer.clear()
         parallel.clear_gradients(self.module, self.parameters)
         return norm, skipped
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
-        """The factor that scales a gradient of ``norm`` down to the bound, at most 1; None if there is no bound."""
+        """The factor that scales a gradient of ``norm`` down to ``train.clip``, at most 1; None without a bound."""
         bound = self.cfg.train.clip
         return None if bound is None else (bound / (norm + 1e-6)).clamp(max=1.0)
 
     def skip(self, finite: Tensor, failures: Tensor) -> Tensor:
-        """Returns 1 if this update is to be left out, else 0: if it is not ``finite``, or if the run has ended.
+        """1 if this update must change nothing: it is not ``finite``, or the run has ended. Else 0.
 
-        The run ends for good, on all ranks, when a rank has failed. It also ends with an update that is not ``finite``
-        if ``train.on_nonfinite`` is "stop".
+        The run ends, on all ranks, when a rank has failed, or at an update that is not ``finite`` if
+        ``train.on_nonfinite`` is "stop".
         """
         ends = failures > 0
         if self.cfg.train.on_nonfinite == "stop":
@@ -119,10 +135,10 @@ class Update:
         return torch.maximum(self.ends, (~finite).float())
 
     def merge(self, step: int) -> None:
-        """ReLoRA's merge after update ``step``: the factors' product goes into the frozen weights, they start anew.
+        """ReLoRA's merge after update ``step``: add the factors' product to the frozen weights and draw new factors.
 
-        Most of their optimizer state is dropped. The result depends on the state, the configuration and ``step`` alone:
-        it is the same on every rank and after a resume. Source: Lialin et al. (2023).
+        Drops most of the factors' optimizer state. The result depends only on the state, the configuration and
+        ``step``: it is the same on every rank and after a resume. Source: Lialin et al. (2023).
         """
         options = cast(relora.Options, self.cfg.backbone)
         seeded, number, factors = SeededInit(self.cfg.seed), step // options.merge_every, set()
@@ -135,9 +151,9 @@ class Update:
     def warm_up(self) -> None:
         """Run one backward pass without targets, before the first update of a process.
 
-        DDP rebuilds its buckets after the first backward pass of a process, and with three or more ranks the rounding
-        of a sum depends on its place in a bucket. Without this pass, the first step after a resume would differ from
-        that of an uninterrupted run.
+        DDP rebuilds its buckets after the first backward pass of a process. With three or more ranks, the rounding of
+        a sum depends on its place in a bucket: without this pass, the first step after a resume would differ from that
+        of an uninterrupted run.
         """
         if self.module is not self.model:
             nothing = self.inputs(Batch.empty(self.cfg, self.micro_batch))

@@ -1,4 +1,4 @@
-"""Views of a run's metrics beside ``metrics.jsonl``: W&B and TensorBoard. Neither can hold up a run, or end it."""
+"""Views of a run's metrics beside ``metrics.jsonl``: W&B and TensorBoard. Neither can delay or end a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dlr_pretrain.util.errors import Stopped, first_line
 from dlr_pretrain.util.files import read_metrics, write_durably
 from dlr_pretrain.util.secrets import redact
 
-INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
-CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish
+INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # for the answers of a W&B server at the start and at the end
+CLOSE_SECONDS = 60.0  # for a view to end: a W&B start that fails, the same start offline, and the finish
 VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
              "tags": "WANDB_TAGS", "name": "WANDB_NAME", "notes": "WANDB_NOTES"}  # fmt: skip
-# Settings of wandb that the environment may change (WANDB_CONSOLE, ...). The command line, the code, git's state and
-# the installed packages are not sent, because they may hold secrets.
+# Settings of wandb that the environment may change (WANDB_CONSOLE, ...). Command line, code, state of git and installed
+# packages are not sent: they may hold secrets.
 SETTINGS: dict[str, Any] = {
     "console": "off",
     "init_timeout": INIT_SECONDS,
@@ -35,19 +35,19 @@ SETTINGS: dict[str, Any] = {
     "save_code": False,
     "x_disable_meta": True,
     "x_save_requirements": False,
-    "x_transaction_log_flush_interval": 2.0,  # seconds: a kill loses what is not yet in the folder
+    "x_transaction_log_flush_interval": 2.0,  # seconds: a kill loses the records since the last flush
 }
 
 
 class View(AbstractContextManager["View"]):
-    """Hands the records of each step to a sink, in a thread of its own: training never waits for it.
+    """Passes the record of each step to a sink in a thread of its own: training never waits for the sink.
 
     Every call of the sink may block or fail.
     """
 
     def __init__(self, label: str, console: Console, start: Callable[[], TensorBoard | Wandb]):
         self.label, self.console, self.start = label, console, start
-        self.records: queue.SimpleQueue[dict | int] = queue.SimpleQueue()  # an int is the exit code, and the last
+        self.records: queue.SimpleQueue[dict | int] = queue.SimpleQueue()  # the last item is an int, the exit code
         self.thread = threading.Thread(target=self._show, name=f"view of {label}", daemon=True)
         self.thread.start()
 
@@ -56,11 +56,11 @@ class View(AbstractContextManager["View"]):
             self.records.put(record)
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        """Let the sink take what is waiting, but not for long."""
+        """Give the sink ``CLOSE_SECONDS`` to take the waiting records."""
         self.records.put(0 if kind in (None, Stopped) else 1)
         self.thread.join(CLOSE_SECONDS)
         if self.thread.is_alive():
-            self.console.say(f"warning: {self.label} does not answer and is left behind. metrics.jsonl has everything")
+            self.console.say(f"warning: {self.label} does not answer and is left behind. metrics.jsonl is complete")
 
     def _show(self) -> None:
         try:
@@ -68,14 +68,14 @@ class View(AbstractContextManager["View"]):
             while not isinstance(record := self.records.get(), int):
                 sink.log(record)
             sink.close(record)
-        except Exception as error:  # cosmetic: training goes on
+        except Exception as error:  # training goes on
             end_wandb()
             why = redact(first_line(error))
-            self.console.say(f"warning: {self.label} has ended ({why}). metrics.jsonl goes on and has everything")
+            self.console.say(f"warning: {self.label} has ended ({why}). metrics.jsonl goes on and stays complete")
 
 
 def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -> View | None:
-    """The view that ``cfg.logger`` chooses; None if there is none. ``resumed_step``: the last that is trained."""
+    """The view that ``cfg.logger`` chooses, if any. ``resumed_step`` is the last step of earlier starts."""
     if cfg.logger.view == "tensorboard":
         folder = run_dir / "tensorboard"
         console.summary({"tensorboard": f"tensorboard --logdir {shlex.quote(str(folder))}"})
@@ -87,7 +87,7 @@ def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -
 
 
 class TensorBoard:
-    """Writes scalars for ``tensorboard --logdir``; those from ``first_step`` on of an earlier start are hidden."""
+    """Writes scalars for ``tensorboard --logdir``; hides those of earlier starts from ``first_step`` on."""
 
     def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -104,10 +104,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """The W&B run of a run directory, new or resumed; its curves are drawn over the records' "step".
+    """The W&B run of a run directory, new or resumed, with its curves over the records' "step".
 
-    It is offline where WANDB_MODE says so, where there is no API key (nobody is asked for one), and where the server
-    does not answer. Online, what W&B lacks of the steps of earlier starts is sent first.
+    The run is offline if WANDB_MODE says so, if there is no API key (nobody is asked for one), or if the server does
+    not answer. Online, it first sends the steps of earlier starts that W&B lacks.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, console: Console):
@@ -131,49 +131,50 @@ class Wandb:
         if record["step"] > self.last:
             self.last = record["step"]
             row = {name: value for name, value in record.items() if value is not None and name != "time"}
-            self.run.log(row | {"_timestamp": record["time"]})  # the time of the step; W&B would take the current time
+            self.run.log(row | {"_timestamp": record["time"]})  # the time of the step, not the current time
 
     def close(self, exit_code: int) -> None:
-        """Let W&B send the rest, for at most ``FINISH_SECONDS``, and say how to send what it lacks."""
+        """Let W&B send the rest within ``FINISH_SECONDS``, and say how to send what it still lacks."""
         try:
             self.run.finish(exit_code=exit_code)
         except TimeoutError:
             sends = f"wandb sync {shlex.quote(str(self.folder))}"
             self.console.say(f"warning: W&B does not answer and lacks the last metrics. To send them: {sends}")
         else:
-            if self.run.offline:  # each start has a folder; wandb skips those that it has sent
+            if self.run.offline:  # each start has a folder; wandb skips folders that it has sent
                 folders = f"{shlex.quote(str(self.folder.parent))}/offline-run-*-{self.run.id}"
                 self.console.summary({"wandb": f"to send this run: wandb sync {folders}"})
 
 
 def end_wandb() -> None:
-    """End wandb's own process after a failure; it would otherwise hold up the end of this one."""
+    """End wandb's own process after a failure: it would delay the end of this process."""
     if "wandb" in sys.modules:
         with suppress(Exception):
             sys.modules["wandb"].teardown(exit_code=1)
 
 
 def init(cfg: Config, run_dir: Path, mode: str):
-    """``wandb.init`` by the keys of ``logger``, else by the environment's variables, else by the run's name."""
+    """``wandb.init`` with the keys of ``logger``, else with the environment's variables, else with the run's name."""
     import wandb
 
     name = run_dir.resolve().name
     usual = {"project": "dlr_pretrain", "name": name, "group": re.sub(rf"-s{cfg.seed}(?=-|$)", "", name)}
-    chosen = {key: getattr(cfg.logger, key) or unless(of, usual.get(key)) for key, of in VARIABLES.items()}
+    chosen = {key: getattr(cfg.logger, key) or unless(variable, usual.get(key)) for key, variable in VARIABLES.items()}
     chosen |= {"resume": unless("WANDB_RESUME", "allow"), "dir": unless("WANDB_DIR", str(run_dir)), "mode": mode}
-    ours = {key: value for key, value in SETTINGS.items() if unless(f"WANDB_{key.removeprefix('x').upper()}", "ours")}
-    wandb.setup(settings=wandb.Settings(silent=True))  # before the key is looked for: a terminal would be asked for it
+    given = {key for key in SETTINGS if os.environ.get(f"WANDB_{key.removeprefix('x').upper()}")}
+    ours = {key: value for key, value in SETTINGS.items() if key not in given}
+    wandb.setup(settings=wandb.Settings(silent=True))  # before wandb looks for the key: it would ask on a terminal
     settings = wandb.Settings(silent=True, finish_timeout_raises=True, **ours)
     return wandb.init(id=wandb_id(run_dir), config=to_dict(cfg), settings=settings, **chosen)
 
 
 def unless(variable: str, usual: str | None) -> Any:
-    """``usual``, or None where the environment has the variable, which wandb reads itself."""
+    """``usual``, or None if the environment has ``variable``, which wandb reads itself."""
     return None if os.environ.get(variable) else usual
 
 
 def wandb_id(run_dir: Path) -> str:
-    """The W&B id of a run directory: WANDB_RUN_ID, else that of its earlier starts, else a new one."""
+    """The W&B id of a run directory: WANDB_RUN_ID, else the id of its earlier starts, else a new id."""
     path, given = run_dir / "wandb_id", os.environ.get("WANDB_RUN_ID")
     if given or not path.exists():
         write_durably(path, given or uuid.uuid4().hex[:12])

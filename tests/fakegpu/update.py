@@ -27,11 +27,11 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # nor of
 
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_model
 from dlr_pretrain.train.trial import random_batch, trial
+from dlr_pretrain.train.update import to_host
 
 TIMED = 10  # further updates, for host_ms
 STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes
@@ -75,11 +75,11 @@ def main(words: list[str]) -> dict:
         warm_up_products(ranks.device)
         workspaces = torch.cuda.memory_allocated()
         model = new_model(cfg, ranks, vocab_size, initialize=False)
-        update, pending = trial(cfg, ranks, vocab_size, model), Pending(ranks.device)
+        update, pending = trial(cfg, ranks, vocab_size, model), []
         update.warm_up()
         batch, graphs = random_batch(cfg, ranks, vocab_size), []
         for index in range(STEADY):
-            pending.push(index + 1, update(batch, index, 1e-3), batch)
+            pending.append(to_host(update(batch, index, 1e-3)))
             graphs.append(counters["stats"]["unique_graphs"])
         moved.total = 0
         torch.cuda.reset_peak_memory_stats()
@@ -87,7 +87,7 @@ def main(words: list[str]) -> dict:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             mark("steady")
-            pending.push(STEADY + 1, update(batch, STEADY, 1e-3), batch)
+            pending.append(to_host(update(batch, STEADY, 1e-3)))
             mark("end")
             torch.cuda.set_sync_debug_mode("default")
         peak = torch.cuda.max_memory_allocated() - workspaces
@@ -96,7 +96,7 @@ def main(words: list[str]) -> dict:
         seconds = []
         for index in range(STEADY + 1, STEADY + 1 + TIMED):
             start = time.process_time()
-            pending.push(index + 1, update(batch, index, 1e-3), batch)
+            pending.append(to_host(update(batch, index, 1e-3)))
             seconds.append(time.process_time() - start)
         ranks.gather(None)  # all ranks have ended
     lines = logged(Path(os.environ["FAKECUDA_LOG"]))

@@ -1,4 +1,4 @@
-"""What tests of kills share: runs that start at once, with a layer between them and their files."""
+"""Shared by the tests of kills: runs that start at once, with a layer between them and their files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Warm:
         return self.follow(words, **more)[:2]
 
     def follow(self, words: list[str], **more) -> tuple[int, str, str, str]:
-        """As a call; in addition what the run has told: see ``driven.signal_at_the_moment``."""
+        """As a call, and what the run has told: see ``driven.signal_at_the_moment``."""
         self.output.write_text("")
         print(json.dumps({"words": words, "output": str(self.output)} | more), file=self.process.stdin, flush=True)
         code, told, before = json.loads(self.process.stdout.readline())
         return code, self.output.read_text(), told, before
 
     def learn(self, words: list[str]) -> None:
-        """Run ``words`` once, and import what that has imported."""
+        """Run ``words`` once, and import the modules that the run imported."""
         code, output = self(words, modules=str(self.output.with_name("modules")))
         assert code == 0, output
 
@@ -55,7 +55,7 @@ def warm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tepid(tmp_path_factory):
-    """As ``warm``, and never told to ``learn``: it has imported torch, but not what export and report import."""
+    """As ``warm``, but it never learns: it has imported torch, but not what export and report import."""
     started = Warm(tmp_path_factory.mktemp("tepid"), None)
     yield started
     started.close()

@@ -1,4 +1,4 @@
-"""A run that says where it is, and another process that sends it a signal at a moment.
+"""A run that tells where it is, and a process that sends it a signal at a given moment.
 
 Run as ``python -m tests.kill.driven PIPE MOMENT WORD ...``, this is a run in a process of its own.
 """
@@ -11,7 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 
-# Each phase begins when a function is called (or returns, of the first), and ends where the next one begins.
+# Each phase begins with a call of a function (the first phase with a return), and ends where the next one begins.
 PHASES = {
     "start": "return prepare",
     "training": "call Run.train",
@@ -23,7 +23,7 @@ PHASES = {
 
 
 class Follower:
-    """Tells ``pipe`` which phase of the run begins, and "here" when ``moment`` is reached, a phase and a call in it.
+    """Tells ``pipe`` which phase of the run begins, and "here" at ``moment``: a phase and the number of a call in it.
 
     Calls are those of Python functions and of built-in ones in the main thread.
     """
@@ -55,7 +55,7 @@ class Follower:
 
 
 def signal_at_the_moment(pid: int, pipe: int, number: int) -> tuple[str, str]:
-    """Send the signal when the run says "here"; what it has told to its end, and what when it had been sent."""
+    """Send the signal when the run says "here". Returns what the run told in all, and before the signal."""
     told = before = b""
     while more := os.read(pipe, 4096):
         told += more

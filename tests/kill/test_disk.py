@@ -1,4 +1,4 @@
-"""A disk that fills up ends a run at any stage with the reason, and with room the run goes on from what it has."""
+"""A full disk ends a run at any stage, with the reason. With free space the run continues."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize(("kilobytes", "ranks"), [  # full before all, before a checkpoint, in the second, in the third
+@pytest.mark.parametrize(("kilobytes", "ranks"), [  # full at once, before a checkpoint, in the second, in the third
     (520, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in ((20, 1), (400, 2), (760, 2))),
 ])  # fmt: skip
-def test_a_full_disk_stops_the_run_and_with_room_it_goes_on(train, words, tmp_path, small_disk, kilobytes, ranks):
+def test_a_run_stopped_by_a_full_disk_resumes_with_room(train, words, tmp_path, small_disk, kilobytes, ranks):
     whole = final(train(tmp_path / "whole", *CHOICE))
     run = small_disk(kilobytes) / "run"
     ends = r"(?s)(No space left.*the same command resumes|spiece.model: No space left|a checkpoint takes .*Free space)"

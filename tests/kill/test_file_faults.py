@@ -1,4 +1,4 @@
-"""A disk or a file server that fails at an operation: the run says which file and why, and no checkpoint is damaged.
+"""A disk or a file server fails at one operation: the run names the file and the reason, and no checkpoint is damaged.
 
 With the fault gone, the same command ends where an undisturbed run does, bit for bit.
 """
@@ -38,7 +38,7 @@ CASES = [(place, kind) for place, kinds in PLACES.items() for kind in kinds.spli
 
 @pytest.fixture(scope="module")
 def whole(layered, words, tmp_path_factory):
-    """What an undisturbed run ends with."""
+    """The result of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     layered.learn(words(f"run.dir={folder}", *RUN))
     return final(folder)
@@ -57,7 +57,7 @@ def half(layered, words, tmp_path):
                  id=f"{case[0]} {case[1]} {errno.errorcode[error]}")
     for n, case in enumerate(CASES) for i, error in enumerate(ERRORS)
 ])  # fmt: skip
-def test_a_failing_operation_is_told_with_its_file(layered, words, half, whole, tmp_path, place, kind, error):
+def test_a_failing_operation_is_reported_with_its_file(layered, words, half, whole, tmp_path, place, kind, error):
     given, log = words(f"run.dir={half}", *RUN), tmp_path / "log"
     layer = {"folder": str(half), "kind": kind, "part": place, "error": error, "log": str(log)}
     code, output = layered(given, layer=layer)
@@ -67,8 +67,8 @@ def test_a_failing_operation_is_told_with_its_file(layered, words, half, whole, 
     assert code == (0 if deletes or reports else EXIT_FAILED), output
     assert "Traceback" not in output
     said = [line for line in output.splitlines() if re.match("(error|warning|note): ", line)]
-    if not deletes:  # what stays takes space, and the next save deletes it
-        assert 1 <= len(said) <= 2, output  # a save that is tried again says so first
+    if not deletes:  # files that stay only take space, until the next save deletes them
+        assert 1 <= len(said) <= 2, output  # a save that is tried again warns first
         assert all(place in line and os.strerror(error) in line for line in said), said
     assert not any(map(fault, directories(half / "checkpoints")))
     code, output = layered(given)

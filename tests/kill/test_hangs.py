@@ -1,4 +1,4 @@
-"""A rank that hangs or dies: the others end with its name, the stacks are on disk, and the next start goes on."""
+"""A rank hangs or dies: the other ranks end with its name, the stacks are on disk, and the next start continues."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def steps(folder: Path) -> list[int]:
     pytest.param("SIGSTOP", SEEN.removeprefix("RankLost: ") + AWAY, r"no step for \d+ s", marks=pytest.mark.full),
     pytest.param("SIGKILL", SEEN + AWAY, ".+", marks=pytest.mark.full),
 ], ids=["sleeps", "is suspended", "dies"])  # fmt: skip
-def test_a_rank_that_stands_still_is_named(words, tmp_path, monkeypatch, how, seen, why):
-    """Rank 1 stands still, with or without its thread, or dies, instead of taking the batch of step 8."""
+def test_a_hanging_rank_is_named(words, tmp_path, monkeypatch, how, seen, why):
+    """Rank 1 hangs, with or without its thread, or dies, instead of taking the batch of step 8."""
     folder, real, batches = tmp_path / "run", Guard.next_batch, itertools.count(1)
 
     def next_batch(self, loader):
@@ -57,8 +57,8 @@ def test_a_rank_that_stands_still_is_named(words, tmp_path, monkeypatch, how, se
 
 
 @pytest.mark.full
-def test_a_long_wait_for_rank_0_is_no_hang(words, tmp_path, monkeypatch):
-    """Its fold takes longer than a step may."""
+def test_a_long_wait_for_rank_0_is_not_a_hang(words, tmp_path, monkeypatch):
+    """The fold takes longer than a step may."""
     real = run.finish
 
     def slow(*given, **named):

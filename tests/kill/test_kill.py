@@ -1,4 +1,4 @@
-"""A run that is killed or asked to stop, as often as it takes, ends where an undisturbed one does.
+"""A run that is killed or asked to stop, however often, ends like an undisturbed run.
 
 Who is killed: one rank, the agent and all ranks, the agent alone (and the run started again at once), or all of them
 some time after they were asked to stop. When: after a random time, inside a save, an evaluation, or the fold.
@@ -45,7 +45,7 @@ def children(process: subprocess.Popen) -> list[int]:
 
 
 def last_step(folder: Path) -> int:
-    """The last step that the run has logged; read from the end, so that watching costs nothing."""
+    """The last step that the run has logged, read from the end of the file, so that watching is cheap."""
     with suppress(OSError, ValueError, IndexError), open(folder / "metrics.jsonl", "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
         return int(file.read().splitlines()[-1].split(b'"step": ')[1].split(b",")[0])
@@ -62,7 +62,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("name", ["TERM", *(pytest.param(n, marks=pytest.mark.full) for n in ("INT", "HUP", "USR1"))])
-def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, name):
+def test_a_signal_saves_and_gives_its_exit_code(words, tmp_path, name):
     process = start(words(f"run.dir={tmp_path}/run", *RUN[:2], "checkpoint.every=1000"))
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.Signals[f"SIG{name}"])
@@ -75,7 +75,7 @@ def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, name):
 
 @pytest.mark.parametrize(("ranks", "kills", "every"), [(1, 1, 15), pytest.param(2, KILLS, 3, marks=pytest.mark.full)])
 def test_a_soak_of_kills(train, words, tmp_path, ranks, kills, every):
-    """``DLR_KILLS`` is the number of kills under ``full``, ``DLR_KILL_SEED`` what draws them."""
+    """``DLR_KILLS`` is the number of kills under ``full``, ``DLR_KILL_SEED`` their seed."""
     choices = (*RUN, f"checkpoint.every={every}")
     whole = final(train(tmp_path / "whole", *choices, ranks=ranks))
     rng, done, number, log = random.Random(SEED), 0, 0, tmp_path / "log"
@@ -94,7 +94,7 @@ def test_a_soak_of_kills(train, words, tmp_path, ranks, kills, every):
 
 
 def start_and_kill(words: list[str], folder: Path, ranks: int, rng: random.Random, log) -> str | None:
-    """Start the run, and kill it: who was killed, and where; None if it was complete before."""
+    """Start the run and kill it. Returns who was killed and where; None if the run was complete before."""
     victim, moment = rng.choice(VICTIMS), rng.choices(MOMENTS, WEIGHTS)[0]
     process = start(words, ranks, log)
     wait_for_step(folder, min(last_step(folder) + rng.randint(1, STEPS // 5), STEPS), process)
@@ -117,7 +117,7 @@ def start_and_kill(words: list[str], folder: Path, ranks: int, rng: random.Rando
 
 
 def is_at(moment: str, folder: Path) -> bool:
-    """Whether the run is at ``moment`` now, as far as its directory shows."""
+    """Whether the run directory shows that the run is at ``moment``."""
     if moment == "save":
         return any(folder.glob("checkpoints/.writing_*"))
     if moment == "evaluation":

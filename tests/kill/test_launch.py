@@ -1,4 +1,4 @@
-"""scripts/launch.py: signals reach the workers, which take their time to save, and their exit code comes out."""
+"""scripts/launch.py: signals reach the workers, which need time to save, and it returns their exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def launch(*words: str) -> subprocess.Popen:
 
 
 def launch_workers(folder, code: int = EXIT_STOPPED) -> subprocess.Popen:
-    """Two workers, which are ready, and end with ``code`` when they have saved."""
+    """Two workers that are ready, and end with ``code`` when they have saved."""
     (folder / "worker.py").write_text(WORKER)
     process = launch(str(folder / "worker.py"), str(folder), str(code))
     while len(list(folder.glob("ready*"))) < 2 and process.poll() is None:
@@ -101,7 +101,7 @@ sys.exit(launch.main())
 
 
 @pytest.mark.full
-def test_it_ends_with_its_workers_if_another_node_is_gone():
+def test_the_launcher_ends_with_its_workers_if_a_node_is_lost():
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
     assert done.returncode == EXIT_LOST, done.stderr
     assert "torchrun has not ended" in done.stderr

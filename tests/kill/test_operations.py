@@ -1,4 +1,4 @@
-"""A run from its start to its report is killed before each change that it makes to a file, and in each write.
+"""A run is killed before each change that it makes to a file, and within each write, from its start to its report.
 
 After each kill the same command ends where an undisturbed run does, bit for bit.
 """
@@ -30,7 +30,7 @@ def test_a_kill_at_every_file_operation_loses_nothing(layered, words, tmp_path, 
     kills, known = [], set()
     operations = [line.split(" ", 1) for line in log.read_text().splitlines()]
     for number, (kind, path) in enumerate([one for one in operations if one[0] in CHANGES], 1):
-        name = re.sub(r"_[0-9a-f]{8}\b|\.tmp\w+", "", path.removeprefix(str(folder)))  # without what is drawn
+        name = re.sub(r"_[0-9a-f]{8}\b|\.tmp\w+", "", path.removeprefix(str(folder)))  # without random parts
         if everything or (kind, name) not in known:
             kills += [(number, kind, name, torn) for torn in ((False, True) if kind == "write" else (False,))]
         known.add((kind, name))

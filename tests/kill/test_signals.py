@@ -1,4 +1,4 @@
-"""A signal at any moment of a run: it is heard, the exit code is the documented one, and the same command goes on.
+"""A signal comes at any moment of a run: the run heeds it, its exit code is documented, and the same command continues.
 
 A moment is a random call in the main thread in one of the phases of the run. When it is reached, the run says so and
 goes on, and its signal arrives wherever it is then: in our code, in that of others, in a system call. So no trial
@@ -45,8 +45,8 @@ def run_alone(words: list[str], moment: tuple[str, int] | None = None, number: i
         return code, output.read(), *told
 
 
-def test_a_signal_at_any_moment_is_heard_and_nothing_is_lost(warm, tepid, words, tmp_path):
-    """``DLR_SIGNALS`` is the number of trials, ``DLR_SIGNAL_SEED`` what draws them."""
+def test_a_signal_at_any_moment_loses_nothing(warm, tepid, words, tmp_path):
+    """``DLR_SIGNALS`` is the number of trials, ``DLR_SIGNAL_SEED`` their seed."""
     rng, seen, failed = random.Random(SEED), Counter(), []
     warm.learn(words(f"run.dir={tmp_path}/learnt", *RUN))
     calls = {}  # in each phase of a run, by how it is run
@@ -88,7 +88,7 @@ def test_a_signal_at_any_moment_is_heard_and_nothing_is_lost(warm, tepid, words,
 
 
 def assert_heard(number: signal.Signals, code: int, before: str) -> None:
-    """The exit code is that of a stop, unless only the report was missing, or Ctrl-C came while code was imported."""
+    """The exit code is that of a stop, unless only the report was missing, or Ctrl-C came during imports."""
     interrupted = {EXIT_INTERRUPTED} if number == signal.SIGINT else set()
     if "report" in before:
         assert code in {0, *interrupted}

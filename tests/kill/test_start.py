@@ -1,4 +1,4 @@
-"""The first seconds of a process: it hears that it is to stop, and says why it cannot meet the other ranks."""
+"""The first seconds of a process: it heeds a request to stop, and says why it cannot reach the other ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_signal_that_comes_before_torch_is_remembered(words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_while_code_is_imported_ends_it_whatever_catches_it():
-    """A library may make another error of KeyboardInterrupt, or lose it in a destructor."""
+def test_ctrl_c_during_imports_ends_the_process():
+    """A library may turn KeyboardInterrupt into another error, or lose it in a destructor."""
     swallows = "try: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass"
     lines = ["import os, signal", f"sys.path.insert(0, {str(ROOT)!r})", "from dlr_pretrain.util import process"]
     ready = "signal.signal(signal.SIGINT, signal.default_int_handler); process.prepare()"

@@ -1,4 +1,4 @@
-"""A process that has imported what a run imports, and forks itself for each run that it is asked for.
+"""A process that has imported what a run imports, and forks itself for each requested run.
 
 Each line of stdin is a JSON object with the arguments of ``run``; the answer is one with what it returns. Where
 ``layer.c`` was loaded before, it lies between the run and its files.
@@ -28,7 +28,7 @@ def run(
     words: list[str], output: str, layer: dict | None = None, modules: str = "",
     moment: tuple[str, int] | None = None, number: int = 0,
 ) -> tuple[int, str, str]:  # fmt: skip
-    """The run of ``words`` in a fork: its exit code, negative if a signal has ended it, and what it has told.
+    """Run ``words`` in a fork. Returns the exit code, negative if a signal has ended the run, and what the run told.
 
     ``output`` is the file for what it prints, ``layer`` has the arguments of ``arm``, and ``modules`` names a file for
     the names of the modules that it has imported. At ``moment`` it gets the signal ``number``: see ``driven``.

@@ -19,7 +19,7 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim.optimizer import MOMENTS, Optimizer, state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
-from dlr_pretrain.train.update import MATRICES
+from dlr_pretrain.train.update import MATRIX_UPDATE_SECONDS
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA
 from tests.parity.reference import CPU, VOCAB, small
@@ -432,7 +432,7 @@ def test_matrix_updates_get_a_longer_timeout(name):
     with Ranks(cfg) as ranks:
         ranks.heartbeat.may_wait = lambda seconds: waits.append(seconds) or nullcontext()
         trial(cfg, ranks, VOCAB)(random_batch(cfg, ranks, VOCAB), 0, 0.01)
-    assert waits == ([] if name == "adamw" else [MATRICES])
+    assert waits == ([] if name == "adamw" else [MATRIX_UPDATE_SECONDS])
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""ReLoRA's merges in a run: where they fall, what they change, and that an interruption changes nothing."""
+"""ReLoRA's merges in a run: at which steps they come, what they change, and that interruptions change nothing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train import loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests import conftest
@@ -20,7 +20,7 @@ def saved(folder, step: int) -> dict:
     return conftest.saved(folder / "checkpoints" / f"step_{step:08d}")
 
 
-def test_interrupted_around_merges_equals_undisturbed(train, tmp_path):
+def test_a_run_interrupted_around_merges_ends_the_same(train, tmp_path):
     choice = (*RELORA, "precision=bf16_mixed", "backbone.prune_ratio=0.9")
     whole = final(train(tmp_path / "whole", *choice))
     assert [r["step"] for r in whole[1]] == list(range(1, 21))
@@ -33,8 +33,8 @@ def test_interrupted_around_merges_equals_undisturbed(train, tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_checkpoint_of_a_merging_step_is_of_after_the_merge(train, tmp_path):
-    """fp32 masters take up what the working weights would round away."""
+def test_a_checkpoint_at_a_merge_holds_the_merged_weights(train, tmp_path):
+    """fp32 masters keep what the working weights would round away."""
     given = ("precision=bf16_mixed", "checkpoint.every=1", "train.steps=8", "train.warmup_steps=0")
     folder = train(tmp_path / "run", *RELORA, *given)
     initial, before, merged, after = (saved(folder, step) for step in (1, 5, 6, 7))
@@ -53,16 +53,8 @@ def test_a_checkpoint_of_a_merging_step_is_of_after_the_merge(train, tmp_path):
     assert rates[5] > 0 and rates[6] == 0 and 0 < rates[7] < rates[5]
 
 
-class Late(Pending):
-    """Metrics a step late, as on a GPU."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.lag = 1
-
-
-def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
+def test_no_merge_follows_an_update_that_is_not_finite(train, tmp_path, monkeypatch):
+    monkeypatch.setitem(loop.LAG, "cpu", 1)  # as on a GPU
     choice = ("backbone=relora", "backbone.merge_every=2", "backbone.restart_warmup=0", "train.warmup_steps=0")
     with pytest.raises(UserError, match=r"step 2: loss .* not finite"):
         train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")

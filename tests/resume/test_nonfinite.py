@@ -1,4 +1,4 @@
-"""An update that is not finite is never applied: it ends the run, or is left out, and its batch is kept for a look."""
+"""An update that is not finite is never applied: it ends the run or is skipped, and its batch is kept."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
 from dlr_pretrain.optim.optimizer import Optimizer
+from dlr_pretrain.train import loop
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
-from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -29,7 +28,7 @@ SKIP = ("train.on_nonfinite=skip", "checkpoint.keep_last=99", "eval.every=100")
 
 @pytest.fixture
 def poison(monkeypatch):
-    """``poison(6, 7)`` makes the loss of these steps not finite; ``of="gradient"``: an entry of the gradient."""
+    """``poison(6, 7)`` makes the loss of these steps not finite, with ``of="gradient"`` an entry of the gradient."""
     bad, at, update, backward, collect = {}, {}, Update.__call__, Update.forward_backward, Optimizer.collect
 
     def counted(self, batch, index, lr, *asked):
@@ -51,7 +50,7 @@ def poison(monkeypatch):
     return lambda *steps, of="loss": bad.update(dict.fromkeys(steps, of))
 
 
-def test_by_default_it_ends_the_run_and_its_batch_is_kept(train, corpus, tmp_path, poison):
+def test_a_nonfinite_update_ends_the_run_and_keeps_its_batch(train, corpus, tmp_path, poison):
     poison(7)
     with pytest.raises(UserError, match=r"step 7: loss (inf|nan).*The 6 steps before it are saved.*nonfinite"):
         train(tmp_path / "run", "train.global_batch=4", "train.micro_batch=4")
@@ -69,7 +68,7 @@ def test_by_default_it_ends_the_run_and_its_batch_is_kept(train, corpus, tmp_pat
     assert (state["name"], state["reason"]) == ("complete", "")
 
 
-def test_nothing_is_folded_if_the_last_evaluation_is_not_finite(train, tmp_path, monkeypatch):
+def test_a_nonfinite_last_evaluation_prevents_the_fold(train, tmp_path, monkeypatch):
     names = ("loss", "loss_a", "loss_b", "perplexity", "perplexity_galore")
     monkeypatch.setattr(Evaluator, "__call__", lambda *_: {f"eval/{name}": math.nan for name in names})
     for _ in range(2):
@@ -83,26 +82,26 @@ def test_nothing_is_folded_if_the_last_evaluation_is_not_finite(train, tmp_path,
 @pytest.mark.parametrize(("of", "choice"), [
     ("loss", ("backbone=cola", "dlr=on", "precision=bf16_mixed")), ("gradient", ("optimizer=adamw_foreach",)),
 ])  # fmt: skip
-def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys, poison, of, choice):
+def test_a_skipped_update_changes_no_weight_or_moment(train, tmp_path, capsys, poison, of, choice):
     poison(6, of=of)
     folder = train(tmp_path / "run", *SKIP, *choice, "checkpoint.every=1", "train.steps=8")
-    before, left_out, after = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (5, 6, 7))
-    assert all(torch.equal(before[name], left_out[name]) for name in before)
-    assert any(not torch.equal(after[name], left_out[name]) for name in after)
+    before, skipped, after = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (5, 6, 7))
+    assert all(torch.equal(before[name], skipped[name]) for name in before)
+    assert any(not torch.equal(after[name], skipped[name]) for name in after)
     records = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in records] == list(range(1, 9)) and records[-1]["train/tokens"] == 8 * 8 * 32
     assert [r["train/skipped"] for r in records] == [0] * 5 + [1] * 3
     assert records[5]["train/grad_norm"] is None
     finite = [r["step"] for r in records if r["train/loss"] is not None]
     assert finite == [n for n in range(1, 9) if n != 6 or of == "gradient"]
-    assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "left out, see" in out
+    assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "skipped, see" in out
 
 
-def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch, poison):
-    """The step that has no data is not taken; it is no update that was left out."""
+def test_a_run_interrupted_among_skips_ends_the_same(train, tmp_path, monkeypatch, poison):
+    """A step without data is not taken, and does not count as skipped."""
     poison(6, 7, 9)
     whole, take, taken = final(train(tmp_path / "whole", *SKIP)), TrainLoader.take, []
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
+    monkeypatch.setitem(loop.LAG, "cpu", 1)  # as on a GPU
 
     def waiting(self, stop, timeout):
         taken.append(1)
@@ -121,10 +120,10 @@ def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch,
     assert len(list((tmp_path / "parts" / "nonfinite").iterdir())) == 3
 
 
-@pytest.mark.parametrize(("pending", "last"), [(Pending, 11), (Late, 12)])
-def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pending, last):
+@pytest.mark.parametrize(("lag", "last"), [(0, 11), (1, 12)])
+def test_too_many_skips_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, lag, last):
     poison(3, 4, *range(8, 20))
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", pending)
+    monkeypatch.setitem(loop.LAG, "cpu", lag)
     with pytest.raises(UserError, match=r"the last 4 updates were not finite, and train.max_skipped=3"):
         train(tmp_path / "run", *SKIP, "train.max_skipped=3", "checkpoint.every=100")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
@@ -132,8 +131,8 @@ def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pen
     assert load(newest).state["skipped"] == [last - 5, last - 7, last]
 
 
-def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path, poison):
-    """The last update is left out, and none is left to end the run at: the next start must not fold what it finds."""
+def test_too_many_skips_at_the_end_prevent_the_fold(train, tmp_path, poison):
+    """No update follows the last skipped one to end the run: the next start must not fold what it finds."""
     poison(*range(17, 21))
     for _ in range(2):
         with pytest.raises(Diverged, match=r"the last 4 updates were not finite, and train\.max_skipped=3"):
@@ -143,8 +142,8 @@ def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path
     assert (train(tmp_path / "run", *SKIP, "train.max_skipped=4") / "folded").is_dir()
 
 
-def test_weights_that_are_not_finite_are_not_saved(train, tmp_path):
-    """A gradient that is finite, and a rate that is not of this world: the next loss shows it, and nothing saves it."""
+def test_nonfinite_weights_are_not_saved(train, tmp_path):
+    """The gradient is finite, the rate is absurd: only the next loss shows it, and no save may come before."""
     with pytest.raises(UserError, match=r"not finite"):
         train(tmp_path / "run", "train.lr=1e39", "checkpoint.every=1", "train.warmup_steps=0", "precision=fp32")
     for directory in (tmp_path / "run").glob("checkpoints/step_*"):

@@ -1,4 +1,4 @@
-"""The same command again continues the run, and ends where an undisturbed one does, bit for bit."""
+"""The same command continues a run, which ends bit for bit like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def stop(train):
         ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6"),
     )),
 ])  # fmt: skip
-def test_interrupted_twice_equals_undisturbed(train, stop, tmp_path, choice):
-    """With the state of every optimizer. The run learns, or equal losses would say little."""
+def test_a_run_interrupted_twice_ends_the_same(train, stop, tmp_path, choice):
+    """With the state of every optimizer. The run must learn, or equal losses would prove little."""
     eight_bit = "optimizer=adamw_8bit" in choice
     if eight_bit:
         pytest.importorskip("torchao")
@@ -73,14 +73,14 @@ def test_interrupted_twice_equals_undisturbed(train, stop, tmp_path, choice):
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.1
     stop(tmp_path / "parts", 7, *choice)
     assert any(".codes" in name for name in saved(tmp_path / "parts/checkpoints/step_00000007")) == eight_bit
-    with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:  # a start that went on, and lost power
+    with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:  # as after a loss of power in a start that went on
         file.write(json.dumps({"step": 8, "train/loss": 1.0}).encode() + b"\n" + bytes(300) + b'\n{"step": 9, "tr')
     stop(tmp_path / "parts", 13, *choice)
-    tokenizer = f"tokenizer.path={tmp_path}/parts/tokenizer"  # the run's own copy serves, too
+    tokenizer = f"tokenizer.path={tmp_path}/parts/tokenizer"  # the run's own copy also works
     assert_same(final(train(tmp_path / "parts", *choice, tokenizer)), whole)
 
 
-def test_a_fold_that_was_stopped_or_is_gone_is_made_again(train, tmp_path, monkeypatch, capsys):
+def test_a_stopped_or_deleted_fold_is_made_again(train, tmp_path, monkeypatch, capsys):
     given, folder = ("train.steps=4", "dlr=on"), tmp_path / "run"
     whole = final(train(tmp_path / "whole", *given))
 
@@ -91,7 +91,7 @@ def test_a_fold_that_was_stopped_or_is_gone_is_made_again(train, tmp_path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("dlr_pretrain.train.run.finish", long)
-        patched.setattr("dlr_pretrain.train.stop.exit_process", ended)
+        patched.setattr("dlr_pretrain.train.guard.exit_process", ended)
         with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
             train(folder, *given)
     assert not (folder / "folded").exists()
@@ -105,15 +105,15 @@ def test_a_fold_that_was_stopped_or_is_gone_is_made_again(train, tmp_path, monke
         shutil.rmtree(folder / "folded")
 
 
-def test_other_mathematics_and_other_text_are_refused(train, stop, tmp_path, corpus):
+def test_a_resume_with_other_keys_or_text_is_refused(train, stop, tmp_path, corpus):
     texts = shutil.copytree(corpus, tmp_path / "texts")
     stop(tmp_path / "run", 3, f"data.root={texts}")
     with pytest.raises(UserError, match=r"train.lr: 0.01 there, 0.02 here"):
         train(tmp_path / "run", f"data.root={texts}", "train.lr=0.02")
     record = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    del record["saved"]  # as after a kill between the first save and its note
+    del record["saved"]  # as after a kill between the first save and its record
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"is of another run \(train.lr: 0.01 there, 0.02 here\)"):
+    with pytest.raises(UserError, match=r"belongs to another run \(train.lr: 0.01 there, 0.02 here\)"):
         train(tmp_path / "run", f"data.root={texts}", "train.lr=0.02")
     train(tmp_path / "run", f"data.root={texts}", "train.micro_batch=4", "checkpoint.keep_last=1", "train.steps=20")
     for split in ("train", "validation"):
@@ -125,13 +125,13 @@ def test_other_mathematics_and_other_text_are_refused(train, stop, tmp_path, cor
         changed.write_bytes(before)
 
 
-def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys, monkeypatch):
-    """Which damages there are is told in tests/unit/test_checkpoint.py."""
+def test_missing_late_and_damaged_checkpoints(train, stop, tmp_path, capsys, monkeypatch):
+    """tests/unit/test_checkpoint.py has the kinds of damage."""
     whole, folder, hidden = final(train(tmp_path / "whole")), tmp_path / "parts", tmp_path / "hidden"
     stop(folder, 6)
     root, lines = folder / "checkpoints", (folder / "metrics.jsonl").read_bytes()
     root.rename(hidden)
-    with pytest.raises(UserError, match=r"checkpoints: none, and step 6 was saved. Restore it"):
+    with pytest.raises(UserError, match=r"checkpoints: no checkpoint, but step 6 was saved. Restore it"):
         train(folder)
     assert (folder / "metrics.jsonl").read_bytes() == lines
     hidden.rename(root)
@@ -156,7 +156,7 @@ def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys
     assert_same(final(train(folder)), whole)
     said = capsys.readouterr().out
     assert "step_00000007: part_00000_of_00001.safetensors fails its checksum" in said and "after step 6" in said
-    assert "the last saved, of step 7, is not there" in said
+    assert "the last saved checkpoint, of step 7, is missing" in said
     assert len(list(root.glob("damaged_step_00000007_*"))) == 1
 
 
@@ -174,18 +174,18 @@ def test_a_checkpoint_of_another_run_is_refused(train, stop, tmp_path):
     stop(tmp_path / "other", 3, "scale.hidden_size=48")
     shutil.rmtree(tmp_path / "one" / "checkpoints")
     shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "one" / "checkpoints")
-    with pytest.raises(UserError, match=r"step_00000003: it is of another run \(scale.hidden_size: 48 there"):
+    with pytest.raises(UserError, match=r"step_00000003 belongs to another run \(scale.hidden_size: 48 there"):
         train(tmp_path / "one")
 
 
-def test_a_run_directory_that_cannot_be_written_is_named(train, tmp_path):
+def test_an_unwritable_run_directory_is_named(train, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/run/\.beats: Not a directory\. A part of the path is a file"):
         train(tmp_path / "file" / "run")
 
 
-def test_a_resume_on_three_ranks_adds_up_in_the_same_order(train, words, tmp_path):
-    """DDP's first pass of a process has other buckets than all after it: with three ranks their rounding differs."""
+def test_a_resume_on_three_ranks_sums_in_the_same_order(train, words, tmp_path):
+    """DDP's first backward pass in a process has other buckets, which round differently on three ranks."""
     common = (*COLA, "train.lr=1e-3", "train.steps=6", "checkpoint.every=3", "train.global_batch=6",
               "train.micro_batch=1", "data.streams=6")  # fmt: skip
     for name, steps in (("whole", ()), ("parts", ("train.stop_after=3",)), ("parts", ())):
@@ -203,8 +203,8 @@ def test_a_resume_on_three_ranks_adds_up_in_the_same_order(train, words, tmp_pat
     assert [r["train/loss"] for r in fewer[1]] == pytest.approx([r["train/loss"] for r in whole[1]], rel=1e-5)
 
 
-def test_the_optimizer_goes_when_training_is_over(train, tmp_path, monkeypatch):
-    """The weights are still needed, and a GPU has no room to fold them beside the moments."""
+def test_the_optimizer_is_freed_after_training(train, tmp_path, monkeypatch):
+    """A GPU has no room to fold the weights beside the moments."""
     moments, there, save, folded = [], [], Loop.save, run.folded
 
     def saved(self, final=False):

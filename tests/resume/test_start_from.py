@@ -1,4 +1,4 @@
-"""A new run that starts from another run, from one of its checkpoints, or from an exported folder."""
+"""A new run starts from another run, one of its checkpoints, or an exported folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING = ("run.start_optimizer=true",)
 
 @pytest.fixture
 def origin(train, tmp_path):
-    """A run of ten steps of twenty."""
+    """A run that was stopped after ten of twenty steps."""
     with pytest.raises(Stopped):
         train(tmp_path / "origin", "train.stop_after=10", *CHOICE, "checkpoint.keep_last=2")
     return tmp_path / "origin"
@@ -36,7 +36,7 @@ def weights(directory) -> dict[str, torch.Tensor]:
     return {name: t for name, t in saved(directory).items() if "/" not in name}
 
 
-def test_with_everything_taken_over_it_is_the_rest_of_the_run(train, tmp_path, origin):
+def test_a_start_with_the_optimizer_continues_the_run(train, tmp_path, origin):
     tensors, records = final(train(tmp_path / "whole", *CHOICE))
     given = (*CHOICE, f"run.start_from={origin}", *EVERYTHING)
     with pytest.raises(Stopped):
@@ -49,7 +49,7 @@ def test_with_everything_taken_over_it_is_the_rest_of_the_run(train, tmp_path, o
     assert read_record(tmp_path / "new")["started_from"] == origin_of
 
 
-def test_without_them_a_new_run_has_its_weights_alone(train, tmp_path, origin, capsys):
+def test_a_start_without_the_optimizer_takes_weights_only(train, tmp_path, origin, capsys):
     checkpoint = origin / "checkpoints" / "step_00000005"
     given = (*CHOICE, f"run.start_from={checkpoint}", "optimizer=adamw_foreach", "data.seed=7", "train.warmup_steps=2")
     new = train(tmp_path / "new", *given, "checkpoint.every=1", "checkpoint.keep_last=99")
@@ -59,7 +59,7 @@ def test_without_them_a_new_run_has_its_weights_alone(train, tmp_path, origin, c
     assert first.keys() == before.keys() and all(torch.equal(first[name], before[name]) for name in first)
 
 
-def test_an_exported_folder_computes_what_it_did(train, words, tmp_path):
+def test_a_start_from_an_export_computes_the_same(train, words, tmp_path):
     common = ("backbone=cola", "eval.every=1", "train.warmup_steps=2")
     origin = train(tmp_path / "origin", *common, "dlr=on")
     last, start = read_metrics(origin / "metrics.jsonl")[-1]["eval/loss"], f"run.start_from={origin}/folded"
@@ -70,18 +70,18 @@ def test_an_exported_folder_computes_what_it_did(train, words, tmp_path):
             load(words("backbone=cola", *choice, start))
 
 
-def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin, capsys):
+def test_differing_keys_are_reported_and_new_text_restarts(train, tmp_path, origin, capsys):
     train(tmp_path / "new", *CHOICE, f"run.start_from={origin}", *EVERYTHING, "train.lr=0.002", "data.seed=7")
     said = capsys.readouterr().out
     assert (
         "after step 10: the learning rate there is 0.00126" in said
         and "train.lr: 0.01 there, 0.002 here" in said
-        and "the data start anew" in said
+        and "the data start from the beginning" in said
         and "data.seed: 42 there, 7 here" in said
     )
 
 
-def test_what_does_not_fit_or_holds_nothing_is_refused(train, words, tmp_path, origin, monkeypatch):
+def test_a_start_that_does_not_fit_is_refused(train, words, tmp_path, origin, monkeypatch):
     last, nowhere = origin / "checkpoints" / "step_00000010", tmp_path / "nowhere"
     for start, choice, reason in (
         (origin, ("backbone=lowrank", "dlr=on"), r"another model .backbone.* cola there, lowrank here"),
@@ -104,7 +104,7 @@ def test_what_does_not_fit_or_holds_nothing_is_refused(train, words, tmp_path, o
         load(words(*CHOICE, *EVERYTHING))
 
 
-def test_masters_take_up_a_bf16_run(train, tmp_path):
+def test_masters_start_from_a_bf16_run(train, tmp_path):
     with pytest.raises(Stopped):
         train(tmp_path / "origin", *CHOICE, "precision=bf16", "train.stop_after=10")
     given = (*CHOICE, "precision=bf16_mixed", f"run.start_from={tmp_path}/origin", "train.steps=2")
@@ -112,8 +112,8 @@ def test_masters_take_up_a_bf16_run(train, tmp_path):
     assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.float32}
 
 
-def test_a_state_before_the_first_batch_names_no_position(words, tmp_path):
-    """Else a run on new data whose first update ends it could not start again."""
+def test_a_state_before_the_first_batch_has_no_position(words, tmp_path):
+    """Otherwise a run on new data that ends with its first update could not start again."""
     cfg = load(words())
     with Ranks(cfg) as ranks:
         loop = trial_loop(cfg, ranks, 64, tmp_path)

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or does not count, whatever interrupts the saving of it."""
+"""A checkpoint is complete or does not count, whatever interrupts its save."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,11 +15,17 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.config import tree
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import CONTENT, Checkpoint, Snapshot, TensorRows, load, newest
+from dlr_pretrain.train.checkpoint import CONTENT, Checkpoint, TensorRows, load, newest
 from dlr_pretrain.util import files
 from dlr_pretrain.util.errors import UserError
 
 PART = "part_00000_of_00001.safetensors"
+
+
+class Snapshot(NamedTuple):
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    state: dict
 
 
 def keeping(last: int, every: int | None = None) -> tree.Checkpoint:
@@ -26,15 +33,15 @@ def keeping(last: int, every: int | None = None) -> tree.Checkpoint:
 
 
 def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int = 1) -> Path:
-    """What the threads of the ranks do, one after the other."""
+    """Does what the threads of the ranks do, one rank after another."""
     given, folder, parts = given or snapshot(step), checkpoint.begin(root, checkpoint.name_of(step)), []
     for rank in range(ranks):
-        parts.append(checkpoint.write_part(folder, rank, ranks, checkpoint.share(given, rank, ranks)))
+        parts.append(checkpoint.write_part(folder, rank, ranks, checkpoint.share(*given[:2], rank, ranks)))
     return checkpoint.commit(folder, parts, given.state, keep or keeping(2))
 
 
 def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
-    """Tensors in the layouts that models have: views of one storage, a transpose, odd sizes, scalars, one element."""
+    """Tensors in layouts of models: views of one storage, a transpose, odd sizes, scalars, one element."""
     generator = torch.Generator().manual_seed(step)
     stack = torch.randn(3, 5, 7, generator=generator).to(dtype)
     model = {
@@ -68,7 +75,7 @@ def names(root) -> set[str]:
 def test_what_ranks_have_saved_is_loaded_bit_for_bit(tmp_path, ranks, dtype):
     given = snapshot(3, dtype)
     given.model["t"][0, 0], given.model["q"][1, 2] = float("nan"), -0.0
-    shares = [checkpoint.share(given, rank, ranks) for rank in range(ranks)]
+    shares = [checkpoint.share(*given[:2], rank, ranks) for rank in range(ranks)]
     sizes = [sum(piece.tensor.nbytes for piece in share.values()) for share in shares]
     assert max(sizes) - min(sizes) <= max(t.nbytes for t in given.model.values()) or ranks == 1
     path = save(tmp_path, 3, given, ranks=ranks)
@@ -89,7 +96,7 @@ def test_rows_that_ranks_wrote_are_read_across_their_borders(tmp_path):
             assert torch.equal(found.rows(first, end), whole[first:end])
 
 
-def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path):
+def test_keep_last_and_keep_every_choose_the_checkpoints(tmp_path):
     for step in (1, 2, 3, 10, 100_000_000):
         save(tmp_path / "last", step, keep=keeping(2))
     assert names(tmp_path / "last") == {"step_00000010", "step_100000000"}
@@ -108,7 +115,7 @@ def test_junk_is_neither_a_checkpoint_nor_touched(tmp_path):
     assert names(tmp_path) == before | {"step_00000001"}
 
 
-def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
+def test_nothing_is_deleted_while_a_disk_does_not_answer(tmp_path, monkeypatch):
     def silent(*_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -129,8 +136,8 @@ def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
     (checkpoint, "save_file"), (checkpoint, "write_durably"), (checkpoint, "_hide"), (files, "sync"),
     (os, "rename"), (os, "replace"), (Path, "rename"), (Path, "chmod"), (shutil, "rmtree"),
 ])  # fmt: skip
-def test_a_kill_at_any_stage_leaves_a_valid_one_and_a_way_on(tmp_path, monkeypatch, owner, stage):
-    """The kill is an exception that nothing handles, before each call of ``stage`` in turn, and after each."""
+def test_a_kill_at_any_stage_leaves_a_valid_checkpoint(tmp_path, monkeypatch, owner, stage):
+    """The kill is an exception that nothing handles, before and after each call of ``stage`` in turn."""
     real, calls, deadly, late = getattr(owner, stage), 0, 0, False
 
     def killing(*given, **named):
@@ -170,7 +177,7 @@ def rewrite(folder: Path, **entries) -> None:
 
 
 def forge(folder: Path, **entries) -> None:
-    """As ``rewrite``, with the checksum of what is written."""
+    """As ``rewrite``, with a valid checksum."""
     content = json.loads((folder / CONTENT).read_text()) | entries
     del content["sha256"]
     rewrite(folder, **entries, sha256=checkpoint._digest(content))
@@ -183,11 +190,11 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", [3, 99])
-def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path, format):
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, format):
     for step in (1, 2):
         save(tmp_path, step)
     forge(tmp_path / "step_00000002", format=format)
-    with pytest.raises(UserError, match=f"is whole, but of format {format}.*Go on with the version that wrote it"):
+    with pytest.raises(UserError, match=f"but in format {format}.*Continue with the version that wrote it"):
         newest(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 
@@ -210,7 +217,7 @@ def test_files_have_the_mode_of_their_folder(tmp_path, umask):
     (f"{PART} is missing", lambda d: (d / PART).unlink()),
     (f"{PART} fails its checksum", lambda d: flip(d / PART)),
 ])  # fmt: skip
-def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault, damage):
+def test_a_damaged_checkpoint_is_skipped_with_its_fault(tmp_path, fault, damage):
     for step in (1, 2):
         save(tmp_path, step)
     first, second = tmp_path / "step_00000001", tmp_path / "step_00000002"
@@ -220,4 +227,4 @@ def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault, damage):
     damage(first)
     with pytest.raises(UserError, match=rf"no valid checkpoint: .*step_00000001: {fault}.*start over"):
         newest(tmp_path)
-    assert_is(load(save(tmp_path, 2)), snapshot(2))  # it takes the place of a damaged one
+    assert_is(load(save(tmp_path, 2)), snapshot(2))  # it replaces a damaged one

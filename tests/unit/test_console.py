@@ -1,4 +1,4 @@
-"""What a person sees: the metrics of a step, evaluations, and nothing where the console is off."""
+"""What a user sees: the metrics of a step, evaluations, and nothing if the console is off."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def console(stream, *overrides: str, enabled: bool = True) -> Console:
 def record(step: int, **values) -> dict:
     return {
         "step": step, "train/loss": 3.1234, "train/lr": 1e-3, "train/grad_norm": 0.321,
-        "perf/tokens_per_second": 123456.0, "perf/mfu": 0.4567, "perf/max_memory_gb": 71.26, **values,
+        "perf/tokens_per_second": 123392.0, "perf/mfu": 0.4567, "perf/max_memory_gb": 71.26, **values,
     }  # fmt: skip
 
 
 EVALUATION = {"eval/loss": 3.0, "eval/perplexity": math.exp(3), "eval/perplexity_galore": 19.5}
 
 
-def test_elsewhere_steps_at_intervals_and_evaluations_are_said():
+def test_without_a_terminal_steps_are_printed_at_intervals():
     out = io.StringIO()
-    shown = console(out, "log.every=4")
+    shown = console(out, "log.every=4", "train.global_batch=482", "train.seq_len=256")  # a step takes a second
     for step in range(1, 11):
-        shown.step(record(step, **(EVALUATION if step == 6 else {})), 1.0)
+        shown.step(record(step, **(EVALUATION if step == 6 else {})))
     lines = out.getvalue().splitlines()
     assert [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")] == [1, 4, 6, 8]
     assert all(
@@ -45,17 +45,17 @@ def test_elsewhere_steps_at_intervals_and_evaluations_are_said():
 def test_only_an_enabled_console_writes():
     for stream in (io.StringIO(), Terminal()):
         shown = console(stream, "log.every=1", enabled=False)
-        shown.step(record(1, **EVALUATION), 1.0)
+        shown.step(record(1, **EVALUATION))
         shown.say("word")
         shown.summary({"label": "text"})
         shown.close_line()
         assert stream.getvalue() == ""
 
 
-def test_on_a_terminal_the_live_line_makes_room_for_what_is_said():
+def test_the_live_line_makes_room_for_other_output():
     out = Terminal()
     shown = console(out)
-    shown.step(record(2), 1.0)
+    shown.step(record(2))
     assert "step      2/140000" in out.getvalue() and "\n" not in out.getvalue()
     shown.say("a word")
     assert out.getvalue().endswith("\r\x1b[Ka word\n")

@@ -286,7 +286,7 @@ list(make_tokens(source, tokenizer, Path({str(tmp_path)!r}, "tokens"), 2))
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers()), 60)
 
 
-def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
+def test_a_folder_with_other_files_is_not_touched(root, model, made, tmp_path):
     before = content(made)
     write_shards(root, [["a changed source"]])
     with pytest.raises(UserError, match=r"holds the tokens of another source or tokenizer .*text: 3 train"):

@@ -1,4 +1,4 @@
-"""Evaluation counts right: a model of constant loss, the same number on any ranks, and the GaLore convention."""
+"""Evaluation is right: a model of constant loss, the same loss on any number of ranks, and the GaLore convention."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_constant_loss_is_returned_exactly(micro_batch):
     assert result["eval/perplexity"] == math.exp(loss)
     assert result["eval/perplexity_galore"] is None  # three batches are too few
     assert set(model.calls) == {(micro_batch, 6)}  # one shape, also for the last rows
-    # Where the model is sharded, a call gathers what every rank holds: all ranks call it as often.
+    # A sharded model gathers its weights in each call: all ranks must call it equally often.
     shares = Constant(loss), Constant(loss)
     for rank, share in enumerate(shares):
         Evaluator(validation(5, 1), 1, ranks(rank, 2))(share)
@@ -56,7 +56,7 @@ def test_constant_loss_is_returned_exactly(micro_batch):
 
 
 def on_ranks(model, whole, micro_batch: int, world_size: int) -> dict[str, float]:
-    """What every rank reports: each evaluates its share, and the sums are added up."""
+    """What every rank reports: each evaluates its share, and the sums are added."""
     parts: list[torch.Tensor] = []
 
     def first(tensor):
@@ -82,7 +82,7 @@ def test_any_ranks_and_micro_batch_give_the_same_loss(words, packing, mask):
     whole = validation_set(cfg, source, tokenizer)
     model = build_model(cfg, tokenizer.vocab_size, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        model.lm_head.weight.mul_(20)  # far from uniform, so that which target is predicted matters
+        model.lm_head.weight.mul_(20)  # far from uniform, so that the target matters
         summed, count = np.zeros(2), np.zeros(2, int)
         half = np.isin(np.arange(len(whole.tokens)), halves(len(whole.tokens))[1]).astype(int)
         for tokens, length, which in zip(whole.tokens.astype("int64"), whole.lengths, half, strict=True):
@@ -107,6 +107,6 @@ def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
     assert np.count_nonzero(which[1:] != which[:-1]) == min(sequences, STRIPES) - 1
 
 
-def test_the_convention_of_the_papers_runs():
+def test_the_galore_convention_of_published_runs():
     assert galore_perplexity(3.0, 10_000_000) == math.exp(3.0 * 101 / 102)  # n = 101 for 10M tokens
     assert galore_perplexity(3.0, 1) is None

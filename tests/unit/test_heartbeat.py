@@ -1,4 +1,4 @@
-"""One writer per run directory: who is refused, who takes over, and what a damaged beat costs."""
+"""One writer per run directory: who is refused, who takes over, and what a damaged beat means."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def beat(run_dir) -> dict:
 
 
 def write_beat(run_dir, when: float) -> None:
-    """As a process of another machine does."""
+    """Write the beat of a process on another machine."""
     (run_dir / ".beats").mkdir(parents=True, exist_ok=True)
     record = {"host": "elsewhere", "pid": 7, "machine": "other", "token": "theirs", "time": when}
     descriptor = os.open(run_dir / ".beats" / "0", os.O_WRONLY | os.O_CREAT)
@@ -54,7 +54,7 @@ def write_beat(run_dir, when: float) -> None:
 
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
-def test_a_second_start_is_refused_and_told_who_holds_it(tmp_path, request, flock):
+def test_a_second_start_is_refused_and_names_the_holder(tmp_path, request, flock):
     flock or request.getfixturevalue("no_flock")
     with take(tmp_path / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
         take(tmp_path / "run")
@@ -123,10 +123,10 @@ def test_a_holder_that_was_suspended_stops_and_writes_nothing(tmp_path, monkeypa
                 own.require_held()
         lost.wait()
         assert "writes nothing more" in str(told[0])
-    assert beat(tmp_path)["token"] == "theirs"  # nor does it release what is another's
+    assert beat(tmp_path)["token"] == "theirs"  # it does not release another's lease either
 
 
-def test_a_damaged_beat_is_nobody_s(tmp_path):
+def test_a_damaged_beat_holds_nothing(tmp_path):
     for content in (b"", b"{", b"5", b"[]", b"\xff\xfe", b'{"host": "h"}', b'{"host": 1, "pid": "x", "time": 2}'):
         (tmp_path / ".beats").mkdir(exist_ok=True)
         (tmp_path / ".beats" / "0").write_bytes(content)
@@ -135,7 +135,7 @@ def test_a_damaged_beat_is_nobody_s(tmp_path):
             own.require_held()
 
 
-def test_a_renewal_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
+def test_a_failed_renewal_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL", 0)
     real, calls = os.pwrite, 0
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl holds every trained step once; throughput counts what it says."""
+"""metrics.jsonl holds every trained step once, and the throughput is right."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.train import metrics
-from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
-from dlr_pretrain.train.update import Outcome
+from dlr_pretrain.train import loop, metrics
+from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import TrainState
+from dlr_pretrain.train.trial import random_batch, trial_loop
+from dlr_pretrain.train.update import Outcome, to_host
 from dlr_pretrain.util.files import read_metrics
 
 
@@ -24,7 +27,7 @@ def steps(path) -> list[int]:
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "train/lo', '{"step": 6}', "\x00\x00\x00"])
-def test_a_resume_cuts_what_lies_beyond_its_checkpoint(tmp_path, torn):
+def test_a_resume_cuts_records_beyond_its_checkpoint(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
     with MetricsFile(path) as file:
@@ -37,7 +40,7 @@ def test_a_resume_cuts_what_lies_beyond_its_checkpoint(tmp_path, torn):
     with MetricsFile(path, 3) as file:
         assert path.read_text() == "".join(lines[:3])
         file.write({"step": 4})
-        assert steps(path) == [1, 2, 3, 4]  # no buffer of our own
+        assert steps(path) == [1, 2, 3, 4]  # without a buffer in this process
     MetricsFile(path).file.close()
     assert path.read_bytes() == b"" and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -53,7 +56,7 @@ def test_lost_records_are_counted_and_damaged_lines_kept(tmp_path):
         assert file.missing == 6
 
 
-def test_numbers_come_back_as_they_were(tmp_path):
+def test_numbers_are_read_as_written(tmp_path):
     record = {"step": 1, "a": math.nan, "b": -math.inf, "c": None, "d": 0.1 + 0.2, "e": 10**15}
     with MetricsFile(tmp_path / "m") as file:
         file.write(record)
@@ -62,7 +65,7 @@ def test_numbers_come_back_as_they_were(tmp_path):
     assert back == record | {"a": None, "b": None}  # JSON has no such numbers
 
 
-def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
+def test_lines_refused_by_a_full_disk_are_written_later(tmp_path):
     class Disk:
         room = 9
 
@@ -91,8 +94,8 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
         assert steps(path) == [1, 2, 3]
 
 
-def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
-    """Its thread asks for what is written while the next lines come."""
+def test_a_concurrent_save_writes_no_line_twice(tmp_path):
+    """Its thread calls ``sync`` while training writes the next lines."""
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         saving = threading.Thread(target=lambda: [file.sync() for _ in range(300)])
         saving.start()
@@ -102,20 +105,44 @@ def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
     assert steps(tmp_path / "metrics.jsonl") == list(range(1, 3001))
 
 
-def test_metrics_are_due_in_order_after_their_lag():
-    pending = Pending(torch.device("cpu"))
+def test_an_outcome_reaches_the_host_as_it_was():
     values = Outcome(1.5, 2.0, 0.0, 0.0, 2.0**40 + 1, 0.0)
-    sent = Outcome(*(torch.tensor(value, dtype=torch.float64) for value in values))
-    pending.push(0, sent, None)
-    assert [*pending.ready(lambda: False)] == [(0, values, None)]  # on a CPU at once
-    pending.lag, seen = 2, []
-    for step in range(1, 6):
-        pending.push(step, sent, None)
-        seen.append([s for s, *_ in pending.ready(lambda step=step: step == 4)])
-    assert seen == [[], [], [1], [2, 3, 4], []]
+    on_device = [torch.tensor(value, dtype=torch.float64) for value in values]
+    arrived = to_host(Outcome(*on_device))
+    on_device[0].fill_(9.0)
+    assert arrived() == values
 
 
-def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
+class Updates:
+    """Stands for ``Guard``: notes which updates are read after which step; asked to stop in step 4."""
+
+    def __init__(self):
+        self.seen = []
+
+    def stops_after(self, step: int) -> bool:
+        return step == 4
+
+    def review(self, state, step, *_) -> bool:
+        self.seen[-1].append(step)
+        return True
+
+
+@pytest.mark.parametrize(("lag", "seen"), [(0, [[1], [2], [3], [4], [5]]), (2, [[], [], [1], [2, 3, 4], []])])
+def test_outcomes_are_read_in_order_after_their_lag(tmp_path, monkeypatch, lag, seen):
+    cfg, guard = load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"]), Updates()
+    monkeypatch.setitem(loop.LAG, "cpu", lag)
+    with Ranks(cfg) as ranks:
+        trained = trial_loop(cfg, ranks, 64, tmp_path)
+    trained.guard, outcome = guard, Outcome(*torch.ones(6))
+    for _ in range(5):
+        guard.seen.append([])
+        trained.state.step += 1
+        trained.push(outcome, random_batch(cfg, ranks, 64))
+        trained.drain(evaluates=False, at_once=False)
+    assert guard.seen == seen
+
+
+def test_speed_averages_the_last_steps_without_pauses(monkeypatch):
     now = 100.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.global_batch=8", "train.seq_len=8"])
@@ -123,18 +150,18 @@ def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
     meter, outcome = Meter(cfg, ranks, None, 1), Outcome(1.0, math.inf, 0.0, 0.0, 64.0, 0.0)
 
     def speed() -> float | None:
-        return meter.record(1, outcome)["perf/tokens_per_second"]
+        return meter.record(1, outcome, TrainState())["perf/tokens_per_second"]
 
     for _ in range(WARMUP_STEPS):
         now += 50.0
-        assert speed() is None and meter.seconds_per_step() is None
+        assert speed() is None
     now += 2.0
     assert speed() == 32.0
     with pytest.raises(ZeroDivisionError), meter.paused():
         now += 1000.0
         1 / 0  # noqa: B018
     now += 4.0
-    assert speed() == pytest.approx(2 * 64 / 6) and meter.seconds_per_step() == pytest.approx(3.0)
+    assert speed() == pytest.approx(2 * 64 / 6)
     for _ in range(SPEED_WINDOW):
         now += 8.0
         last = speed()

@@ -14,9 +14,9 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
+from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
-from dlr_pretrain.train.stop import StopRequest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ended, on_ranks
@@ -81,7 +81,7 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(f"dlr_pretrain.train.{stage}", interrupted)
-        patched.setattr("dlr_pretrain.train.stop.exit_process", ended)
+        patched.setattr("dlr_pretrain.train.guard.exit_process", ended)
         with pytest.raises(Stopped, match="stopped before the first step"):
             train(tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) is before
@@ -90,7 +90,7 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
 
 
 @pytest.mark.usefixtures("no_export")
-def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
+def test_stop_after_a_past_step_stops_at_once(train, tmp_path):
     for stop in (7, 7, 3):
         with pytest.raises(Stopped, match=rf"stopped after step 7 of 20 \(train\.stop_after={stop}\); saved"):
             train(tmp_path / "run", f"train.stop_after={stop}")
@@ -98,7 +98,7 @@ def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 7
 
 
-def test_a_report_that_fails_fails_no_run(words, tmp_path, no_export, monkeypatch, capsys):
+def test_a_failing_report_does_not_fail_the_run(words, tmp_path, no_export, monkeypatch, capsys):
     def fails(_run_dir: Path) -> None:
         raise RuntimeError("no such colour")
 

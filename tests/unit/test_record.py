@@ -1,4 +1,4 @@
-"""The run directory says what the run is, and refuses to become another one."""
+"""The run directory says what the run is, and refuses another run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(cfg) -> dict:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "report.md", "tokenizer/tokenizer.json", "thesis.tex"])
-def test_a_folder_of_something_else_is_not_touched(tmp_path, name):
+def test_a_folder_with_other_files_is_not_touched(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=r"is not empty .*, and holds no run. Name a new folder"):
@@ -74,7 +74,7 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "manifest.json"]
 
 
-def test_a_second_start_may_change_the_machines_business(tmp_path):
+def test_a_second_start_may_change_keys_of_the_machine(tmp_path):
     first = open_in(tmp_path)
     second = open_in(tmp_path, "train.micro_batch=2", "log.every=3", "data.root=/moved", world_size=2)
     assert second["identity"] == first["identity"] | {"data.root": "/moved"}
@@ -102,7 +102,7 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
 
 
-def test_a_key_that_is_newer_than_a_run_had_its_default_there(tmp_path):
+def test_a_run_has_the_default_of_a_newer_key(tmp_path):
     identity = open_in(tmp_path)["identity"]
     older = {key: value for key, value in identity.items() if key not in ("train.clip", "backbone.latent_scale")}
     update_record(tmp_path, {"identity": older, "saved": 1})
@@ -111,7 +111,7 @@ def test_a_key_that_is_newer_than_a_run_had_its_default_there(tmp_path):
     assert open_in(tmp_path)["identity"] == identity
 
 
-def test_where_nothing_was_saved_another_run_may_begin(tmp_path):
+def test_another_run_may_begin_if_nothing_was_saved(tmp_path):
     open_in(tmp_path, "train.clip=1.0")
     bind_identity(tmp_path, {"run.start_from.weights": "w"})
     assert open_in(tmp_path, "seed=7")["identity"] == written(config("seed=7"))

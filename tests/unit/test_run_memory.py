@@ -10,15 +10,15 @@ import torch
 from dlr_pretrain import __main__ as command
 from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
-from dlr_pretrain.train.micro_batch import USABLE, explain_out_of_memory, planned_memory, resolve_micro_batch
+from dlr_pretrain.train.micro_batch import USABLE_SHARE, explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import UserError
 
 
-def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkeypatch):
-    """Of two ranks with 4 sequences each, at 100 bytes a sequence and 50 beside them."""
+def test_auto_fits_the_rank_with_the_least_memory(words, tmp_path, monkeypatch):
+    """Two ranks with 4 sequences each, which take 100 bytes a sequence and 50 in addition."""
     cfg, room = load(words("train.micro_batch=auto"), 2), [470.0, 299.0]
     planned = "dlr_pretrain.train.micro_batch.planned_memory"
     monkeypatch.setattr(planned, lambda of, vocab_size, world: 100 * of.train.micro_batch + 50)
@@ -26,7 +26,7 @@ def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkey
 
     def resolved() -> int:
         ranks = SimpleNamespace(device=torch.device("cuda"), world_size=2, on_main=lambda act: act())
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / USABLE, 1e9))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / USABLE_SHARE, 1e9))
         other = max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)
         ranks.gather = lambda own: [own, (other, room[1])]
         return resolve_micro_batch(cfg, ranks, 120, tmp_path).train.micro_batch
@@ -36,7 +36,7 @@ def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkey
     assert resolved() == 2
     room[0] = 249.0  # a kept number needs no reserve
     assert resolved() == 2
-    room[0] = 249.0 * USABLE  # but it must fit
+    room[0] = 249.0 * USABLE_SHARE  # but it must fit
     assert resolved() == 1
     update_record(tmp_path, {"micro_batch": {}})
     room[0] = 1e6
@@ -45,10 +45,10 @@ def test_auto_is_what_the_rank_with_the_least_room_takes(words, tmp_path, monkey
     update_record(tmp_path, {"micro_batch": {}})
     with pytest.raises(UserError, match=r"auto: not one sequence of train.seq_len=32 fits in 0.0 GB .* nvidia-smi"):
         resolved()
-    assert cfg.micro_batch(2) == 4  # of a plan and on a CPU: by the scale
+    assert cfg.micro_batch(2) == 4  # in a plan and on a CPU the scale decides
 
 
-def test_runs_and_doctor_look_for_the_micro_batch(words, tmp_path, monkeypatch):
+def test_runs_and_doctor_resolve_the_micro_batch(words, tmp_path, monkeypatch):
     class Asked(Exception):
         pass
 
@@ -91,7 +91,7 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_memory_that_no_micro_batch_takes_is_told_as_what_it_is(train, tmp_path, monkeypatch, place, said):
+def test_other_memory_errors_do_not_blame_the_micro_batch(train, tmp_path, monkeypatch, place, said):
     def fails(*_, **_named):
         raise MemoryError("Unable to allocate 479. GiB")
 

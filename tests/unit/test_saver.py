@@ -1,4 +1,4 @@
-"""A save goes on beside training, holds what it was given, and says on every rank how it ended."""
+"""A save runs beside training, holds what it was given, and reports its end on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from dlr_pretrain.cli import load as load_config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train import checkpoint, saver
-from dlr_pretrain.train.checkpoint import Snapshot, directories, load, newest
+from dlr_pretrain.train.checkpoint import directories, load, newest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.saver import Saver
@@ -41,20 +41,21 @@ def saver_of(folder, ranks=ALONE) -> Saver:
     return Saver(folder, ranks, keeping(9), None, CONSOLE)
 
 
-def snapshot(value: float) -> Snapshot:
-    return Snapshot({"w": torch.full((4, 3), value)}, {}, {"step": int(value)})
+def snapshot(value: float) -> tuple[dict, dict, dict]:
+    """Tensors of a model and of an optimizer, and a state."""
+    return {"w": torch.full((4, 3), value)}, {}, {"step": int(value)}
 
 
 def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_what_would_keep_a_save_from_the_disk_is_told_first(tmp_path, words):
+def test_what_prevents_a_save_is_reported_before_training(tmp_path, words):
     def act():
         with Ranks(load_config(words(), 2)) as ranks, pytest.MonkeyPatch.context() as patch:
             with pytest.raises(UserError, match=r"a checkpoint takes 1e\+06 GB, and .* are free\. Free space"):
                 saver_of(tmp_path, ranks).check_disk(10**15)
-            if ranks.rank == 1:  # another machine, on which rank 0's folder is not
+            if ranks.rank == 1:  # another machine, which lacks rank 0's folder
                 patch.setattr(saver, "wait_for", lambda condition, seconds: False)
             saver_of(tmp_path, ranks).check_disk(1000)
 
@@ -63,16 +64,16 @@ def test_what_would_keep_a_save_from_the_disk_is_told_first(tmp_path, words):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
+def test_a_save_holds_the_values_at_its_start(tmp_path, monkeypatch):
     opened, write, given = threading.Event(), checkpoint.write_part, snapshot(1)
     monkeypatch.setattr(checkpoint, "write_part", lambda *rest: opened.wait(600) and write(*rest))
     update_record(tmp_path, {"identity": {"seed": 1}})
     with saver_of(tmp_path) as saving:
-        saving.save(given)
-        given.model["w"].fill_(9)
+        saving.save(*given)
+        given[0]["w"].fill_(9)
         assert saving.saved == 0 and newest(saving.root) == (None, {})
         opened.set()
-        saving.save(snapshot(2))
+        saving.save(*snapshot(2))
         assert saving.saved >= 1
     assert [d.name for d in directories(saving.root)] == ["step_00000002", "step_00000001"]
     assert torch.equal(load(saving.root / "step_00000001").model["w"].whole(), torch.full((4, 3), 1.0))
@@ -85,10 +86,10 @@ def test_a_save_that_never_succeeds_ends_with_the_reason(tmp_path, monkeypatch, 
         full_disk()
 
     with saver_of(tmp_path) as saving:
-        saving.save(snapshot(1), final=True)
+        saving.save(*snapshot(1), final=True)
         monkeypatch.setattr(checkpoint, "write_part", filling)
-        saving.save(snapshot(2))
-        for end in (saving.wait, saving.raise_error, lambda: saving.save(snapshot(3))):
+        saving.save(*snapshot(2))
+        for end in (saving.wait, saving.raise_error, lambda: saving.save(*snapshot(3))):
             with pytest.raises(UserError, match=r"step 2 could not .*No space left.*the same command resumes"):
                 end()
     assert capsys.readouterr().out.count("step 2 could not be written") == 1
@@ -96,8 +97,8 @@ def test_a_save_that_never_succeeds_ends_with_the_reason(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, UserError], ids=["a rank is lost", "the run was taken over"])
-def test_what_forbids_a_save_reaches_the_caller_as_it_is(tmp_path, kind):
-    """At once: only a disk may take a later attempt. What the run's new holder is writing stays."""
+def test_what_forbids_a_save_is_raised_unchanged(tmp_path, kind):
+    """At once: only a fault of the disk is retried. What the run's new holder is writing stays."""
 
     def refuse(*_):
         raise kind("Connection closed")
@@ -108,17 +109,17 @@ def test_what_forbids_a_save_reaches_the_caller_as_it_is(tmp_path, kind):
     heartbeat = SimpleNamespace(may_wait=nullcontext, require_held=refuse)
     broken = {"gather": refuse} if kind is RuntimeError else {"heartbeat": heartbeat}
     saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | broken))
-    saving.save(snapshot(1))
+    saving.save(*snapshot(1))
     with pytest.raises(kind, match="Connection closed"):
         saving.wait()
     assert newest(saving.root) == (None, {}) and theirs.exists() == (kind is UserError)
 
 
-def test_a_fault_that_is_not_the_disks_is_not_tried_again(tmp_path, monkeypatch):
+def test_only_a_fault_of_the_disk_is_retried(tmp_path, monkeypatch):
     attempts = []
     monkeypatch.setattr(checkpoint, "write_part", lambda *_: attempts.append(1) or {}["a"])
     saving = saver_of(tmp_path)
-    saving.save(snapshot(1))
+    saving.save(*snapshot(1))
     with pytest.raises(UserError, match=r"^KeyError: 'a'$"):
         saving.wait()
     assert len(attempts) == 1 and not list(saving.root.iterdir())
@@ -126,7 +127,7 @@ def test_a_fault_that_is_not_the_disks_is_not_tried_again(tmp_path, monkeypatch)
 
 @pytest.mark.usefixtures("no_export")
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_disk_that_is_full_for_a_while_ends_no_run(train, tmp_path, monkeypatch, capsys, stops):
+def test_a_temporarily_full_disk_does_not_end_a_run(train, tmp_path, monkeypatch, capsys, stops):
     write, attempts = checkpoint.write_part, itertools.count(1)
 
     def filling(folder, *rest):
