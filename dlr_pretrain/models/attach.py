@@ -49,13 +49,16 @@ class Residual(nn.Module):
         return (b.to(wide) + r_t.to(wide) * (alpha / self.divisor)).to(b.dtype)
 
     def get_extra_state(self) -> Tensor:
-        """[beta, CRC-32 of the columns], in float64. If alpha is learned, beta is for alpha = 1."""
+        """[[beta, CRC-32 of the columns]], in float64. If alpha is learned, beta is for alpha = 1.
+
+        It has two dimensions because PEFT warns of any tensor of an adapter that has one.
+        """
         alpha = 1.0 if isinstance(self.alpha, Tensor) else self.alpha
         checksum = zlib.crc32(self.columns.cpu().numpy().tobytes())
-        return torch.tensor([alpha / self.divisor, checksum], dtype=torch.float64)
+        return torch.tensor([[alpha / self.divisor, checksum]], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        (beta, columns), (own, own_columns) = state.tolist(), self.get_extra_state().tolist()
+        (beta, columns), (own, own_columns) = state.flatten().tolist(), self.get_extra_state()[0].tolist()
         if beta != own:
             rule = f"was trained with another residual: beta={beta:g}, and here {own:g}"
             raise RuntimeError(f"{self.name} {rule}. Attach with the same alpha and variance_correction")

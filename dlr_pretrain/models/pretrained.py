@@ -103,6 +103,8 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     if not path.exists():
         return []
     found = {k: v for k, v in read_json(path, {}).items() if v is not None}
+    if (kind := found.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
+        return [f"config.json: model_type is {kind}, whose settings are not read. Remove this file if the weights fit"]
     rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
     found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
     found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}

@@ -128,7 +128,7 @@ def _named(given: Path, say: Say) -> Path:
     for directory, damage in damaged.items():
         say(f"warning: passed over {directory}: {damage}")
     if found is None:
-        rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder"
+        rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder with model.safetensors"
         raise UserError(f"run.start_from={given}: {rule}")
     return found
 

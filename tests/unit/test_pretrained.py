@@ -114,6 +114,7 @@ LINEAR = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
     ("lora", "config.json", THETA, "rope_theta is 500000.0, here 10000.0"),
     ("lora", "config.json", LINEAR, "rope_type is linear, here default"),
     ("lora", "config.json", {"backbone": "cola"}, "backbone is cola, here lora"),
+    ("lora", "config.json", {"model_type": "cola"}, "model_type is cola, whose settings are not read"),
     ("lora", "config.json", {"hidden_act": "linear"}, "hidden_act is linear, here silu"),
     ("lora", "config.json", {"tokenizer_sha256": "f"}, "tokenizer_sha256 is f, here a tokenizer"),
     ("lora", "config.json", None, "cannot be read: "),

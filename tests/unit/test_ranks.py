@@ -14,12 +14,22 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
+from dlr_pretrain.train.device import find_device
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ended, on_ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which torch finds no GPU")
+def test_a_slurm_job_with_gpus_does_not_train_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    cpu = ["scale=tiny", "data=sample", "logger=jsonl", "compile=false"]
+    with pytest.raises(UserError, match="SLURM has given this job 8 GPUs on this node, and torch finds none"):
+        find_device(load(cpu))
+    assert find_device(load([*cpu, "device=cpu"])).type == "cpu"
 
 
 def test_two_ranks_agree_on_results_errors_and_stops():
