@@ -153,7 +153,7 @@ def test_waiting_is_that_of_the_links():
 
 @pytest.mark.parametrize(("words", "error"), [
     (["backbone=colla"], "error: backbone=colla: must be one of"),
-    (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
+    (["--table1", "scale=1b"], "--table1 shows the recipes as they stand"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
 ])  # fmt: skip

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from dlr_pretrain.analysis import paper_views
-from dlr_pretrain.analysis.paper import Item, chosen, items, load_each, planned_lines
+from dlr_pretrain.analysis.paper import Item, choose_rows, items, load_each, planned_lines
 from dlr_pretrain.analysis.report import Section, write_page
 from dlr_pretrain.analysis.reproduce import documentation
 from dlr_pretrain.analysis.runs import NONE
@@ -54,8 +54,7 @@ def planned(item: Item, *words: str) -> dict[tuple[str, int], PlannedRun]:
 
 def shown(item: Item, runs: dict, folder: Path) -> tuple[pd.DataFrame, str]:
     """The table of an item, a row for each method, and all notes."""
-    cells = {(item.row_of(run.line), run.cfg.scale.name): run.cfg for run in load_each(item.lines())}
-    found = paper_views.read(item, list(runs.values()), cells, [], folder)
+    found = paper_views.read(item, list(runs.values()), [], folder)
     (table,) = paper_views.LAYOUTS[item.layout](found)
     frame = table.frame.set_axis(table.header, axis="columns").set_index("Method")
     return frame, "\n".join([*table.notes, *found.notes])
@@ -162,7 +161,7 @@ def test_an_override_is_for_the_rows_that_have_its_key(tmp_path):
 
 def test_rows_scale_and_seed_select_and_other_keys_replace():
     table1, system, horizon = (items()[name] for name in ("table1", "system", "horizon"))
-    (own,) = chosen([table1, horizon], "cola,cola+dlr")
+    (own,) = choose_rows([table1, horizon], "cola,cola+dlr")
     lines = planned_lines(own, ["scale=60m", "seed=41,42", "train.lr=0.01"])
     assert [line.origin for line in lines] == ["table1: cola"] * 2 + ["table1: cola+dlr"] * 2
     assert all({"scale=60m", "train.lr=0.01"} < {*line.words} for line in lines)
@@ -171,8 +170,8 @@ def test_rows_scale_and_seed_select_and_other_keys_replace():
     for word in ("backbone=cola", "dlr=on", "experiment=paper"):
         with pytest.raises(UserError, match="Choose rows by --rows"):
             planned_lines(system, [word])
-    with pytest.raises(UserError, match="colla is no row"):
-        chosen([table1], "cola,colla")
+    with pytest.raises(UserError, match="colla is not a row"):
+        choose_rows([table1], "cola,colla")
     with pytest.raises(UserError, match="no run of the table has scale=7b"):
         planned_lines(table1, ["scale=7b", "train.lr=0.01"])
 
