@@ -124,7 +124,7 @@ def read_works(given: argparse.Namespace, overrides: Sequence[str], output: Path
     works = []
     for item in given.items:
         runs = runs_of(item, overrides, given)
-        programs = item.programs(runs, output / item.name, given.sft_data, given.task_data, given.rehearse)
+        programs = item.programs(runs, output / item.name, given.sft_data, given.task_data)
         works.append(Work(item, runs, [status_of(run, jobs) for run in runs], list(programs)))
     return works
 
@@ -135,7 +135,7 @@ def runs_of(item: Item, overrides: Sequence[str], given: argparse.Namespace) -> 
         cfg = parse(read_config(Path(own[0])))
         cfg.run.dir = own[0]
         return [PlannedRun(1, Line(f"{item.name}: {next(iter(item.rows))}", ()), cfg)]
-    lines = paper.planned_lines(item, overrides, given.rehearse)
+    lines = paper.planned_lines(item, overrides)
     return paper.load_each(lines, machine=given.local or given.rehearse)
 
 
@@ -188,7 +188,7 @@ def rehearse(given: argparse.Namespace) -> int:
     """Train every run of the items with a tiny model, run every program, and render all of it."""
     from dlr_pretrain.analysis.reproduce import render
 
-    output = given.output or Path("rehearsal")
+    output, given.items = given.output or Path("rehearsal"), [paper.rehearsed(item) for item in given.items]
     given.sft_data, given.task_data = paper.write_documents(output / "documents")
     overrides = [*paper.REHEARSAL, f"run.root={output / 'runs'}", *given.overrides]
     works = read_works(given, overrides, output / "results")

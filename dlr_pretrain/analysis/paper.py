@@ -27,7 +27,7 @@ SELECTING = ("scale", "seed")  # overrides of these keys select runs
 OF_A_ROW = ("backbone", "dlr", "experiment")  # overrides of these keys would turn a row into another one
 SLURM = "--gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"
 SFT_DATA = "yahma/alpaca-cleaned"
-# Overrides that rehearse a row: half a million parameters on the sample text, for a few updates.
+# Overrides for a rehearsal: half a million parameters on the sample text, for a few updates.
 RANK = 8
 REHEARSAL = (
     *("data=sample", "logger=jsonl", "compile=false", "device=cpu", "scale.hidden_size=32", "scale.num_layers=2"),
@@ -59,7 +59,7 @@ class Step:
     each: Literal["run", "row", "once"] = "once"
     rehearsed: str = ""  # further words, in a rehearsal
 
-    def command(self, places: dict[str, str | list[str]], rehearsal: bool) -> list[str]:
+    def command(self, places: dict[str, str | list[str]]) -> list[str]:
         """The words with their placeholders filled; a word that is the placeholder of a list becomes its words."""
         words: list[str] = []
         for word in shlex.split(self.words):
@@ -67,10 +67,6 @@ class Step:
             words += value if isinstance(value, list) else [word.format_map(places)]
         if words[0] != "-m":
             words[0] = str(shipped("scripts") / words[0])
-        if rehearsal:
-            more = shlex.split(self.rehearsed)
-            replaced = {key_of(word) for word in more if "=" in word}
-            words = [word for word in words if "=" not in word or key_of(word) not in replaced] + more
         return words
 
 
@@ -97,20 +93,19 @@ class Item:
         """The overrides of a row, without scale and seed."""
         return [*(shlex.split(self.rows[row]) or recipe(row)), *shlex.split(self.common)]
 
-    def lines(self, rehearsal: bool = False) -> list[Line]:
-        """A line for each run; ``origin`` ends with the row. A rehearsal has two seeds at the first scale, else one."""
-        found = []
-        for scale, row in product(self.scales, self.rows):
-            words, seeds = [f"scale={scale}", *self.words(row)], self.seeds
-            if rehearsal:  # the override of scale.rank does not reach an interpolation of a rank of its own
-                words = [word.replace("${scale.rank}", str(RANK)) for word in words]
-                words += LORO if row == "loro" else ()
-                seeds = seeds[: 2 if scale == self.scales[0] else 1]
-            found += [Line(f"{self.name}: {row}", (*words, f"seed={seed}")) for seed in seeds]
-        return found
+    def lines(self) -> list[Line]:
+        """A line for each run. Its ``origin`` ends with the row."""
+        return [
+            Line(f"{self.name}: {row}", (f"scale={scale}", *self.words(row), f"seed={seed}"))
+            for scale, row, seed in product(self.scales, self.rows, self.seeds)
+        ]
 
     def row_of(self, line: Line) -> str:
         return line.origin.removeprefix(f"{self.name}: ")
+
+    def cell_of(self, run: PlannedRun) -> tuple[str, str]:
+        """The row and the scale of a run."""
+        return self.row_of(run.line), run.cfg.scale.name
 
     def numbers(self, row: str, scale: str) -> dict:
         """What the paper prints for a row: the columns of its Table 1, and the item's own numbers under ``own``.
@@ -122,9 +117,7 @@ class Item:
             return table | {"own": own}
         return table if own is None else {"ppl": own[0], "ppl_std": own[1]}
 
-    def programs(
-        self, runs: Sequence[PlannedRun], out: Path, sft_data: str, task_data: str, rehearsal: bool = False
-    ) -> Iterator[Program]:
+    def programs(self, runs: Sequence[PlannedRun], out: Path, sft_data: str, task_data: str) -> Iterator[Program]:
         """The steps on ``runs``, with results in ``out``, in the order in which they need each other."""
         of_rows = [(row, [run for run in runs if self.row_of(run.line) == row]) for row in self.rows]
         groups = {
@@ -140,7 +133,7 @@ class Item:
                 if step.each == "run":
                     last = of[0].dir / "checkpoints" / f"step_{of[0].cfg.train.steps:08d}"
                     places |= {"run": str(of[0].dir), "name": of[0].dir.name, "checkpoint": str(last)}
-                yield Program(step.command(places, rehearsal), Path(step.makes.format_map(places)), of)
+                yield Program(step.command(places), Path(step.makes.format_map(places)), of)
 
 
 def definitions() -> dict:
@@ -170,11 +163,11 @@ def choose_rows(given: Sequence[Item], rows: str | None) -> list[Item]:
     return [item for item in chosen if item.rows]
 
 
-def planned_lines(item: Item, overrides: Sequence[str], rehearsal: bool = False) -> list[Line]:
+def planned_lines(item: Item, overrides: Sequence[str]) -> list[Line]:
     """The lines of an item that scale and seed among ``overrides`` select, each with the other overrides."""
     if of_a_row := next((word for word in overrides if key_of(word) in OF_A_ROW), None):
         raise UserError(f"{of_a_row}: each row has its own. Choose rows by --rows, such as --rows cola,cola+dlr")
-    return combine(item.lines(rehearsal), expand(list(overrides)), SELECTING)
+    return combine(item.lines(), expand(list(overrides)), SELECTING)
 
 
 def without_seed(line: Line) -> tuple[str, ...]:
@@ -198,6 +191,28 @@ def load_each(lines: Sequence[Line], machine: bool = False) -> list[PlannedRun]:
         runs.append(PlannedRun(number, replace(line, words=words), cfg))
     by_seed = any("${seed}" in word for line in lines for word in line.words)
     return load_runs(list(lines), machine) if by_seed or len({run.dir for run in runs}) < len(runs) else runs
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rehearsal
+
+
+def rehearsed(item: Item) -> Item:
+    """The item with fewer seeds, and with rows and steps that suit the models of ``REHEARSAL``.
+
+    An item of one scale keeps two seeds, so that deviations are shown, and one of several scales keeps one seed.
+    """
+    rows = {}
+    for row in item.rows:  # REHEARSAL's scale.rank does not reach a row that computes its own rank from it
+        words = [word.replace("${scale.rank}", str(RANK)) for word in item.words(row)]
+        rows[row] = shlex.join([*words, *(LORO if row == "loro" else ())])
+    steps = []
+    for step in item.steps:
+        more = shlex.split(step.rehearsed)
+        replaced = {key_of(word) for word in more if "=" in word}
+        kept = [word for word in shlex.split(step.words) if "=" not in word or key_of(word) not in replaced]
+        steps.append(replace(step, words=shlex.join([*kept, *more])))
+    return replace(item, rows=rows, common="", steps=steps, seeds=item.seeds[: 2 if len(item.scales) == 1 else 1])
 
 
 def write_documents(folder: Path) -> tuple[str, str]:

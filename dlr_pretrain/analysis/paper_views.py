@@ -105,17 +105,15 @@ class Results:
 def read(item: Item, runs: Sequence[PlannedRun], programs: list[Program], folder: Path) -> Results:
     """Read the ``runs`` of an item, and compare them with the item as it is defined, without overrides."""
     found, notes = _read_trained(runs)
-    defined = {(item.row_of(run.line), run.cfg.scale.name): run.cfg for run in load_each(item.lines())}
-    shown, frame = {run.cfg.scale.name for run in runs}, found.runs if found else NO_RUNS
-    defined = {key: cfg for key, cfg in defined.items() if key[1] in shown}
-    numbers = {key: item.numbers(*key) for key in defined}
-    counted = [key for key in defined if found and "params_m" in numbers[key]]
-    size = dict(zip(counted, sizes(defined[key] for key in counted), strict=True))
-    cells = {}
+    shown = {run.cfg.scale.name for run in runs}
+    defined = {item.cell_of(run): run.cfg for run in load_each(item.lines()) if run.cfg.scale.name in shown}
+    papers = {key: item.numbers(*key) for key in defined}
+    printed_size = [key for key, paper in papers.items() if found and "params_m" in paper]
+    size = dict(zip(printed_size, sizes(defined[key] for key in printed_size), strict=True))
+    frame, cells = found.runs if found else NO_RUNS, {}
     for key, cfg in defined.items():
-        own = [str(run.dir) for run in runs if (item.row_of(run.line), run.cfg.scale.name) == key]
-        of = frame[frame.run.isin(own)]
-        cells[key] = Cell(cfg, of, numbers[key], what_differs(cfg, ended(of), numbers[key], size.get(key)))
+        own = frame[frame.run.isin([str(run.dir) for run in runs if item.cell_of(run) == key])]
+        cells[key] = Cell(cfg, own, papers[key], what_differs(cfg, ended(own), papers[key], size.get(key)))
     return Results(item, cells, found, programs, folder, notes)
 
 
