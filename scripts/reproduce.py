@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     form = parser()
     given = form.parse_intermixed_args(argv[:cut])
-    given.for_sbatch = list(argv[cut + 1 :])
+    given.for_sbatch = argv[cut + 1 :]
     if given.for_sbatch and not given.submit:
         form.error("options after -- are for --submit")
     return command(lambda: act(given))
@@ -101,7 +101,7 @@ def act(given: argparse.Namespace) -> int:
     if (given.submit or given.local) and not any(word.startswith("run=") for word in given.overrides):
         for work in works:
             given.what = [work.item.name]
-            start(work.runs, given, given.for_sbatch)
+            start(work.runs, given)
         works = read_works(given, given.overrides, given.output)
     sound = True
     if given.local:

@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
-    given, for_sbatch = read_options(parser, argv)
+    given = read_options(parser, argv)
     runs = load_runs(read_table(given.what), machine=given.local)
     names = tune.method_names(runs)
     design = tune.grid(names, runs, given.confirm)
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
     def train_or_queue(some: Sequence[PlannedRun]) -> list[dict]:
         """Train or queue those of ``some`` that are due; returns the trials of all of them."""
-        jobs = start(some, given, for_sbatch, same_text)
+        jobs = start(some, given, same_text)
         same_text()
         return [tune.trial_of(names[tune.own_words(run)], run, status_of(run, jobs).state) for run in some]
 

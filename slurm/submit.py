@@ -24,13 +24,13 @@ Options after -- are those of sbatch."""
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
     parser = parser_of("submit.py", "Train a table of runs as one SLURM job array, or on this machine.", EPILOG)
-    return command(lambda: act(*read_options(parser, sys.argv[1:] if argv is None else argv)))
+    return command(lambda: act(read_options(parser, sys.argv[1:] if argv is None else argv)))
 
 
-def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
+def act(given: argparse.Namespace) -> int:
     """Check every run, then queue or train those that are due."""
     runs = load_runs(read_table(given.what), machine=given.local)
-    start(runs, given, for_sbatch)
+    start(runs, given)
     trained = runs if given.local and not given.status else []
     return EXIT_FAILED if any(status_of(run, {}).state not in ("complete", "diverged") for run in trained) else 0
 

@@ -200,7 +200,7 @@ def load_each(lines: Sequence[Line], machine: bool = False) -> list[PlannedRun]:
 def rehearsed(item: Item) -> Item:
     """The item with fewer seeds, and with rows and steps that suit the models of ``REHEARSAL``.
 
-    An item of one scale keeps two seeds, so that deviations are shown, and one of several scales keeps one seed.
+    An item of one scale keeps two seeds, to show deviations. An item of several scales keeps one seed.
     """
     rows = {}
     for row in item.rows:  # REHEARSAL's scale.rank does not reach a row that computes its own rank from it

@@ -15,7 +15,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
                       which a GPU waits for others, on top of hours; null in fp32
     paper             what the paper prints for this method at this scale (or null). table1: its memory is an estimate
-                      of weights and optimizer state alone. measured: memory of one GPU, compiled, with micro_batch
+                      of weights and optimizer state only. measured: memory of one GPU, compiled, with micro_batch
                       sequences, and tokens/s on 32 H100
 """
 
@@ -174,7 +174,7 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
 
 
 def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, utilisations: Sequence[float]) -> dict | None:
-    """Tokens/s of all GPUs and hours of the whole run, both from FLOPs and utilisation alone, and the waiting."""
+    """Tokens/s of all GPUs and hours of the whole run, both only from FLOPs and utilisation, and the waiting."""
     if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the known peaks are of bf16 products
         return None
     estimates, positions = [], cfg.train.global_batch * cfg.train.seq_len
@@ -207,7 +207,7 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
         return (shards - nodes) * RING[0] + (nodes - 1) * RING[1] + size * (shards - 1) / shards / link
 
     def reduce(size: float) -> float:
-        """Seconds of an all-reduce of a rank's rows over its copies: a tree of nodes, of which each holds some."""
+        """Seconds of an all-reduce of a rank's rows over its copies: a tree of the nodes that hold them."""
         copies, nodes = gpus // shards, math.ceil(gpus / max(shards, GPUS_A_NODE))
         here = math.ceil(copies / nodes)
         link = NVLINK if nodes == 1 else min(NVLINK, here * NETWORK)

@@ -27,7 +27,7 @@ METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "per
            "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
-NONE = "–"  # what a table shows where there is no value
+NONE = "–"  # what a table shows for a missing value
 LARGEST_METRIC = 1e30  # above that a number is damaged, and no figure can show it
 CONFIG: Shape = {
     "seed": int, "data": {"seed": int}, "train": {"steps": int},

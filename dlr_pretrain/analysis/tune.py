@@ -46,7 +46,7 @@ def own_words(run: PlannedRun) -> tuple[str, ...]:
 
 
 def method_names(runs: Sequence[PlannedRun]) -> dict[tuple[str, ...], str]:
-    """The name of each method by its own words, as in reports. Methods with one name are told apart by their words."""
+    """The name of each method by its own words, as in reports. Where methods share a name, it ends with their words."""
     names, found = {}, {}
     for run in runs:
         names[own_words(run)] = method_name(run.cfg.backbone.name, run.cfg.dlr.name, run.cfg.optimizer.name)

@@ -26,31 +26,30 @@ def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
         name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("what", nargs="+", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own options, as of train.py")
-    parser.add_argument(
-        "--status", "--dry-run", action="store_true", help="show the states of the runs and what is due"
-    )
-    parser.add_argument("--local", action="store_true", help="train on this machine")
-    parser.add_argument("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
+    add = parser.add_argument
+    add("what", nargs="+", help="a runs file, and overrides of train.py in Hydra's sweep grammar")
+    add("--config-dir", metavar="DIR", help="a folder of your own options, as for train.py")
+    add("--status", "--dry-run", action="store_true", help="show the states of the runs, and which are due")
+    add("--local", action="store_true", help="train on this machine")
+    add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
     return parser
 
 
-def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a command, and those of sbatch, which follow a lone ``--``."""
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command. Those of sbatch, which follow a lone ``--``, are ``for_sbatch``."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    given, for_sbatch = parser.parse_intermixed_args(argv[:cut]), list(argv[cut + 1 :])
-    if given.local and for_sbatch:
+    given = parser.parse_intermixed_args(argv[:cut])
+    given.for_sbatch = argv[cut + 1 :]
+    if given.local and given.for_sbatch:
         parser.error("--local has no use for options of sbatch")
     if given.config_dir:
         given.what.append(f"--config-dir={given.config_dir}")
-    return given, for_sbatch
+    return given
 
 
 def start(
-    runs: Sequence[PlannedRun], given: argparse.Namespace, for_sbatch: list[str],
-    after_each: Callable[[], None] = lambda: None,
-) -> dict[str, str]:  # fmt: skip
+    runs: Sequence[PlannedRun], given: argparse.Namespace, after_each: Callable[[], None] = lambda: None
+) -> dict[str, str]:
     """Show the states of ``runs``, and queue or train those that are due; returns SLURM's state of each job.
 
     ``after_each`` is called after each run that has ended on this machine.
@@ -71,7 +70,7 @@ def start(
     if due and given.local and not given.status:
         train(due, given.limit or 1, after_each)
     elif due and not given.local:
-        print(submit(runs, due, given, for_sbatch))
+        print(submit(runs, due, given))
         jobs |= {last_job(run.dir).get("job", ""): "PENDING" for run in due if not given.status}
     return jobs
 
@@ -82,9 +81,7 @@ def counted(stands: Sequence[Status]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
 
 
-def submit(
-    runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argparse.Namespace, options: Sequence[str]
-) -> str:
+def submit(runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argparse.Namespace) -> str:
     """Queue an array job for those of ``runs`` that are ``due``, and note its tasks in the run directories.
 
     Returns a line for the user.
@@ -96,7 +93,8 @@ def submit(
     tasks = ranges([run.number for run in due]) + (f"%{given.limit}" if given.limit else "")
     logs = str(folder).replace("%", "%%") + "/%A_%a.log"
     own = [f"--array={tasks}", f"--job-name={name}", f"--output={logs}"]  # behind the user's, which they overrule
-    command = ["sbatch", "--parsable", *options, *own, f"{shipped('slurm')}/array.sbatch", f"{folder}/runs.txt"]
+    files = [f"{shipped('slurm')}/array.sbatch", f"{folder}/runs.txt"]
+    command = ["sbatch", "--parsable", *given.for_sbatch, *own, *files]
     if given.status:
         return f"Would submit {len(due)} of {len(runs)}: {redact(shlex.join(command))}"
     folder.mkdir(parents=True, exist_ok=True)
