@@ -148,9 +148,7 @@ def test_an_array_with_a_preemption_and_a_lost_node(words, tmp_path):
         assert status(number).state == "running", table()
 
     options = ("--", "--nodes=1", "--ntasks-per-node=2", "--mem=1G", "--time=10")
-    in_the_way = (
-        runs[2].dir / ".config.yaml.tmp"
-    )  # hidden, because visible files that belong to no run are refused earlier
+    in_the_way = runs[2].dir / ".config.yaml.tmp"  # hidden: visible files that belong to no run are refused earlier
     in_the_way.mkdir(parents=True)
     assert "Submitted 4 of 4" in submit("--limit", "2", *options)
     wait_for_step(1)
