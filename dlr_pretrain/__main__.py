@@ -27,14 +27,14 @@ def main() -> int:
 
 
 def train(cfg: Config) -> float | None:
-    """Run one configuration; returns its last ``eval/loss``, by which a sweeper such as Optuna's chooses."""
+    """Run one configuration; returns its last ``eval/loss``, which a sweeper such as Optuna's minimises."""
     from dlr_pretrain.train.run import run
     from dlr_pretrain.util.files import read_metrics
 
     run_dir = Path(str(cfg.run.dir))
     trained, report = run(cfg), run_dir / "report.html"
     if os.environ.get("RANK", "0") == "0":
-        if trained or not report.with_suffix(".md").exists():  # the last file of a report: it was killed before that
+        if trained or not report.with_suffix(".md").exists():  # the report's last file, which a kill may have prevented
             write_report(run_dir)
         if report.exists():
             say(f"report      {linked(report)}", sys.stdout)
@@ -43,14 +43,14 @@ def train(cfg: Config) -> float | None:
 
 
 def linked(path: Path) -> str:
-    """``path`` as text; on a terminal it is a link (OSC 8) that opens the file."""
+    """``path`` as text; on a terminal, a link (OSC 8) that opens the file."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "linux"):
         return str(path)
     return f"\x1b]8;;{path.resolve().as_uri()}\x1b\\{path}\x1b]8;;\x1b\\"
 
 
 def write_report(run_dir: Path) -> None:
-    """Write the report of a run that is complete. If that fails, one line says so, and the run stays complete."""
+    """Write the report of a complete run. If that fails, a line says so, and the run stays complete."""
     from dlr_pretrain.analysis import report
 
     try:

@@ -1,7 +1,7 @@
 """The command line of train.py: check it, hand it to Hydra, build the ``Config``, run, and print an error in one line.
 
-Nothing here imports torch before the configuration is valid, so that help and mistakes are answered at once. Rank 0
-prints the messages; under torchrun every failure is also recorded, for torchrun's own summary.
+Nothing here imports torch before the configuration is valid, so help and errors appear at once. Rank 0 prints the
+messages. Under torchrun every failure is also recorded for torchrun's own summary.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def _main(run: Callable[[Config], float | None]) -> int:
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
         raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
-    if not line.helps:  # all problems at once, and those of a sweep's last job before its first one runs
+    if not line.helps:  # report all problems at once, also those of a sweep's last job before its first one runs
         check(line, world_size())
     return _hand_to_hydra(line, run)
 
 
 def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
-    """The checked configuration of a list of overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
+    """The checked configuration for overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
 
-    ``ranks`` is None if their number is not known yet. Without ``machine``, the configuration need not run on this
-    machine: see ``validate``.
+    ``ranks`` is None if their number is unknown. Without ``machine``, the configuration need not run on this machine:
+    see ``validate``.
     """
     line = read(words)
     if line.multirun:
@@ -51,7 +51,7 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started; raises UserError if its variables are not as torchrun sets them."""
+    """The number of ranks that torchrun has started. Raises UserError if its variables are incomplete or invalid."""
     given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not given and tasks == "1":
@@ -67,14 +67,14 @@ def world_size() -> int:
 def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> int:
     """Let Hydra run, sweep, show the configuration or print its help; returns the exit code.
 
-    A job's result, for sweepers, is what ``run`` returns. A sweep goes on after a job that diverges, because that is a
-    result too, for example of a high learning rate.
+    A sweeper receives what ``run`` returns as a job's result. A sweep continues after a job that diverges, because that
+    is a result, too, for example of a high learning rate.
     """
     typed, diverged = sys.argv, []
 
     def task(composed: DictConfig) -> float | None:
         sys.argv = typed  # the run records the command line as typed
-        # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
+        # An error that a user can fix ends the process here, because Hydra would print a traceback and exit with 1.
         try:
             cfg = configure(composed, HydraConfig.get(), line, world_size())
             if note := shorter_run(cfg):

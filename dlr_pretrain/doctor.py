@@ -1,9 +1,9 @@
-"""The command behind ``scripts/doctor.py``: what would fail after hours, found in a minute.
+"""The command behind ``scripts/doctor.py``: it finds in a minute what would fail after hours.
 
 The checks of this machine come first, then those that all ranks make together. A check is a function that returns what
-it found. It raises a UserWarning if the run works, but may be slow or end early, and a UserError if something is wrong,
-with how to mend it. Each has a time limit, and none stops another. What signals may not end (NCCL, a disk) is done in a
-child, and killed.
+it found. It raises a UserWarning if the run works but may be slow or end early, and a UserError, with the fix, if
+something is wrong. Each check has a time limit, and none stops another. What may ignore signals (NCCL, a disk) runs in
+a child process, which can be killed.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 REDUCED = 64 << 20  # bytes of the all-reduce
-SLOW_NETWORK = 10e9  # bytes/s of a ring below which GPUs talk by sockets
+SLOW_NETWORK = 10e9  # bytes/s of a ring; GPUs that are slower talk by sockets
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
-    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides, which is not touched."
+    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides. The run stays as it is."
     parser = Parser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
     _, words = parser.parse_known_args(argv)
     return command(lambda: 0 if sound(words) else 1)
 
 
 def sound(words: list[str]) -> bool:
-    """Make all checks and print a line of each. Whether none has failed.
+    """Make all checks, and print a line for each; returns whether none has failed.
 
-    Raises ConfigError if the configuration is valid on no machine. If this one lacks something, such as a file, that is
-    a failure, and the other checks still run.
+    Raises ConfigError if the configuration is invalid on every machine. If only this machine lacks something, such as a
+    file, that is a failed check, and the other checks still run.
     """
     cfg = load(words, world_size(), machine=False)
     is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
@@ -84,15 +84,15 @@ def sound(words: list[str]) -> bool:
                 level, text = answers[worst]
                 say(name, level, f"rank {worst}: {text}" if worst else text)
                 if name == "collectives" and level == FAIL:
-                    break  # in the next ones ranks would wait for each other
-            ranks.gather(None)  # when one ends with code 1, torchrun ends the others
+                    break  # in the next checks the ranks would wait for each other
+            ranks.gather(None)  # wait for all, because torchrun ends the others when one ends with code 1
     except UserError as error:
         say("ranks", FAIL, str(error))
     return FAIL not in levels
 
 
 def perform(seconds: float, check: Callable[[], str]) -> tuple[str, str]:
-    """Level and text of a check that may take so many ``seconds``, whatever it raises."""
+    """The level and text of a check, whatever it raises. It fails after ``seconds``."""
 
     def late(_number: int, _frame: object) -> None:
         raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
@@ -111,7 +111,7 @@ def perform(seconds: float, check: Callable[[], str]) -> tuple[str, str]:
 
 
 def in_child(act: Callable[[], str], seconds: float, start: str = "fork") -> str:
-    """The answer of ``act``, which can be pickled, in a process of its own, which is killed after ``seconds``.
+    """The result of ``act``, which must be picklable, from a process that is killed after ``seconds``.
 
     ``start`` is "spawn" if ``act`` uses CUDA, which fails in a fork. Raises what ``act`` raises, or UserError.
     """
@@ -127,7 +127,7 @@ def in_child(act: Callable[[], str], seconds: float, start: str = "fork") -> str
 
 
 # ----------------------------------------------------------------------------------------------------
-# Of a machine
+# Checks of this machine
 
 
 def configuration(words: list[str]) -> str:
@@ -147,14 +147,14 @@ def gpus(cfg: Config) -> str:
     text = f"{torch.cuda.device_count()} x {', '.join(names)}, {free / 1e9:.3g} of {total / 1e9:.3g} GB free; "
     text += f"{cores()} CPU cores, torch {torch.__version__}"
     if free < 0.9 * total:
-        raise UserWarning(f"{text}. Another process holds memory: look at nvidia-smi")
+        raise UserWarning(f"{text}. Another process holds GPU memory: look at nvidia-smi")
     if cores() < 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         raise UserWarning(f"{text}. Each rank tokenises its own text: ask for more cores (--cpus-per-gpu=8)")
     return text
 
 
 def disk(cfg: Config, planned: dict[str, int]) -> str:
-    """The free space of the run's disk against what the run keeps."""
+    """The free space of the run's disk, compared with what the run keeps."""
     place = _existing(Path(str(cfg.run.dir)))
     held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
@@ -171,11 +171,11 @@ def _existing(path: Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Of all ranks together
+# Checks of all ranks together
 
 
 def all_reduce(address: str, rank: int, world: int, device: torch.device) -> str:
-    """An all-reduce over all ranks and its bandwidth, in a process group of its own."""
+    """The bandwidth of an all-reduce over all ranks, in a process group of its own."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -196,22 +196,22 @@ def all_reduce(address: str, rank: int, world: int, device: torch.device) -> str
     rate = 2 * (world - 1) / world * REDUCED / median(times[1:])
     text = f"all-reduce of {REDUCED / 1e6:.0f} MB over {world} ranks by {backend}: {rate / 1e9:.2f} GB/s of a ring"
     if on_gpu and rate < SLOW_NETWORK:
-        raise UserWarning(f"{text}. NCCL_DEBUG=INFO says which links it found: NVLink and InfiniBand, or sockets")
+        raise UserWarning(f"{text}. NCCL_DEBUG=INFO shows which links it uses: NVLink and InfiniBand, or sockets")
     return text
 
 
 class RankChecks:
-    """What a run does first: all-reduce, text, step. All ranks must make each check, in this order."""
+    """What a run does first: all-reduce, text, step. All ranks must make all checks, in this order."""
 
     def __init__(self, cfg: Config, ranks: Ranks):
         self.cfg, self.ranks = cfg, ranks
         self.vocab_size = cfg.planned_vocab_size  # until ``data`` has opened the tokenizer
 
     def collectives(self) -> str:
-        """An all-reduce in a child of each rank, because NCCL may hang."""
+        """An all-reduce, in a child process of each rank because NCCL may hang."""
         ranks = self.ranks
         if ranks.world_size == 1:
-            return "one rank, nothing to reduce; start this by torchrun to try more"
+            return "one rank, nothing to reduce; start this by torchrun to check more"
         with socket.socket() as free:
             free.bind(("", 0))
             port = ranks.on_main(lambda: free.getsockname()[1])
@@ -219,7 +219,7 @@ class RankChecks:
         return in_child(partial(all_reduce, address, ranks.rank, ranks.world_size, ranks.device), 90, "spawn")
 
     def data(self) -> str:
-        """The text of the run, and this rank's first batch, with some of what it says."""
+        """The text of the run, and the beginning of this rank's first batch."""
         cfg, ranks = self.cfg, self.ranks
         corpus = open_corpus(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
         self.vocab_size = corpus.vocab_size
@@ -236,7 +236,7 @@ class RankChecks:
         return found
 
     def step(self) -> str:
-        """Two updates of at most two micro-batches, and a checkpoint of them, written beside the run and read."""
+        """Two updates of at most two micro-batches, and their checkpoint, written beside the run and read back."""
         ranks, vocab_size = self.ranks, self.vocab_size
         ranks.use_device()
         parent = _existing(Path(str(self.cfg.run.dir)).absolute().parent)
@@ -260,12 +260,12 @@ class RankChecks:
                 loop.saver.check_disk(disk_bytes(short, vocab_size)["checkpoint"])
                 loop.save(final=True)
             times.append(time.perf_counter())
-            ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written
+            ranks.on_main(lambda: newest(scratch / "checkpoints"))  # verifies it
         first, second, saved = times
         planned = planned_memory(short, vocab_size, ranks.world_size)
         text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {second - first:.2f} s, loss {losses[0]:.2f}, planned "
         text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - second:.1f} s, and sound"
-        if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model is above it by as much as 0.9
+        if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model's may exceed it by 0.9
             raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
         if ranks.device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]

@@ -12,13 +12,12 @@ from dlr_pretrain.util.files import read_metrics
 
 def main() -> int:
     parser = Parser(description="Write a checkpoint's folded weights as a transformers folder.", allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
-    parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
-    parser.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
-    parser.add_argument(
-        "--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: no report)"
-    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="<run>/checkpoints/step_*")
+    add("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
+    add("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
+    add("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
+    add("--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: no report)")
     given = parser.parse_args()
     return command(lambda: fold(given))
 
@@ -29,7 +28,7 @@ def fold(given: argparse.Namespace) -> None:
     if not (checkpoint.is_dir() and re.fullmatch(r"step_\d+", checkpoint.name)):
         folder = next((f for f in (checkpoint / "checkpoints", checkpoint) if f.is_dir()), checkpoint.parent)
         there = ", ".join(sorted(path.name for path in folder.glob("step_*"))) or "none"
-        raise UserError(f"{checkpoint}: is no checkpoint. Name one as {folder}/step_00001000 (there: {there})")
+        raise UserError(f"{checkpoint}: not a checkpoint. Name one such as {folder}/step_00001000 (there: {there})")
     if given.tokens is not None and given.tokens < 0:
         raise UserError(f"--tokens={given.tokens}: must be at least 0")
     forms = ["dense" if given.dense else "", given.dtype or ""]
@@ -55,7 +54,7 @@ def fold(given: argparse.Namespace) -> None:
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:
-    """Facts of the checkpoint for the folder's README: its step, its tokens, and its own evaluation if it has one."""
+    """What the folder's README says of the checkpoint: its step, its tokens, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
     own = next((line for line in reversed(read_metrics(run / "metrics.jsonl")) if line["step"] == record["step"]), {})
     return record | {name: value for name, value in own.items() if name.startswith("eval/")}

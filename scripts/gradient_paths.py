@@ -1,7 +1,8 @@
 """How a gradient reaches the latents of a run, at each checkpoint: ``python scripts/gradient_paths.py runs/<run>``.
 
-For y = (B + beta R^T) z and g the gradient of the mean loss with respect to y, that with respect to z is u + v:
-u = B^T g comes through B, and v = beta R g through the residual. Source: Wang et al. (2026), study of gradient paths.
+Let y = (B + beta R^T) z, and let g be the gradient of the mean loss with respect to y. The gradient with respect to z
+is u + v: u = B^T g comes through B, and v = beta R g through the residual. Source: Wang et al. (2026), study of
+gradient paths.
 """
 
 import sys
@@ -26,7 +27,7 @@ from dlr_pretrain.util.tensors import ALPHA, IGNORE
 
 
 def main() -> int:
-    about = "The gradient's two ways to the latents of a run with DLR: a table, and <run>/gradient_paths.csv."
+    about = "The gradient's two paths to the latents of a run with DLR: a table, and <run>/gradient_paths.csv."
     parser = Parser(description=about, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="runs/<run>")
     parser.add_argument("--checkpoints", choices=("all", "last"), default="all", help="(default: all)")
@@ -41,13 +42,13 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
         raise UserError(f"{folder}: dlr={cfg.dlr.name} lacks B or the residual as a path. Name a run with dlr=on")
     found = sorted(directories(folder / "checkpoints")[: 1 if checkpoints == "last" else None])
     if not found:
-        raise UserError(f"{folder}: has no checkpoint")
+        raise UserError(f"{folder}: has no checkpoint. Name a run that has saved one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = validation_of(folder, cfg, sequences * cfg.train.seq_len)
     text = replace(text, tokens=text.tokens[:sequences], lengths=text.lengths[:sequences])
     last, rows = cfg.scale.num_layers - 1, []
     names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]  # the paper's
-    names = list(dict.fromkeys(names))  # a model of one or two blocks has some of them twice
+    names = list(dict.fromkeys(names))  # in a model of one or two blocks some are the same
     for checkpoint in found:
         if damage := fault(checkpoint):
             raise UserError(f"{checkpoint}: {damage}. Move it away")
@@ -65,11 +66,12 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
 def measure(
     model: Llama, dlr: Dlr, learned: Tensor | None, names: list[str], inputs: list[tuple[Tensor, ...]]
 ) -> dict[str, dict[str, float]]:
-    """By projection, over the scored positions of ``inputs``; ``model`` holds B, and computes with branches afterwards.
+    """The numbers of each projection, over the scored positions of ``inputs``.
 
-    ``through_b`` and ``through_residual`` are the means of |u| and |v|, ``rho`` is the second divided by the first,
-    ``rho_mean`` the mean of the ratios, ``cosine`` that of cos(u, v). ``isotropic`` is |beta R^T|_F / |B|_F, the ratio
-    of root mean squares for a gradient without a preferred direction. ``learned`` are the learned strengths.
+    ``through_b`` and ``through_residual`` are the means of |u| and |v|. ``rho`` is the second divided by the first,
+    ``rho_mean`` the mean of the ratios, and ``cosine`` the mean of cos(u, v).
+    ``isotropic`` is |beta R^T|_F / |B|_F: the ratio of root mean squares for a gradient without a preferred
+    direction. ``model`` holds B, and computes with branches afterwards. ``learned`` holds the learned strengths.
     """
     bs = {name: model.get_parameter(name).detach() for name in entries(model, dlr)}
     residuals = {name: torch.zeros_like(b) for name, b in bs.items()}
@@ -107,7 +109,7 @@ def measure(
 
 
 def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
-    """Have ``layer`` put what its projections return into ``outputs``, by their ``names``."""
+    """Make ``layer`` put the outputs of its projections into ``outputs``, by their ``names``."""
     expand = layer.expand
 
     def recorded(z: Tensor) -> tuple[Tensor, ...]:

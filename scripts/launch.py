@@ -3,7 +3,7 @@
 It takes the arguments of torchrun, and differs in how it handles signals and failures. It passes SIGTERM, SIGINT,
 SIGHUP, SIGUSR1 and SIGUSR2 on to this node's workers, and waits for as long as they need to save. (torchrun kills them
 30 s after SIGTERM, and dies of SIGUSR1.) It exits with the code of the worker that ended first, such as 75 if the run
-has saved and the same command continues it; torchrun exits with 1 after any failure.
+has saved and the same command continues it. (torchrun exits with 1 after any failure.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
 from dlr_pretrain.util.process import ignore_stop_signals, stop_signals
 
-EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason the workers have told
-GRACE = 60.0  # seconds that torchrun has to end after its workers
+EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason a worker has printed
+GRACE = 60.0  # seconds that torchrun has to end after its workers have ended
 
 
 def main() -> int:
     asked: set[int] = set()
-    begun = threading.Event()  # set once there are or have been workers
+    begun = threading.Event()  # set once workers have been started
 
     def pass_on(number: int, _frame) -> None:
         asked.add(number)
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def launch(asked: set[int]) -> int:
-    """Run torchrun; returns the exit code. ``asked`` are the signals that have been passed on."""
+    """Run torchrun; returns the exit code. ``asked`` holds the signals that have been passed on."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import get_args_parser, run
@@ -66,7 +66,7 @@ def launch(asked: set[int]) -> int:
         code = exit_code(first.exitcode, asked)
         if code not in EXPLAINED:
             print(error, file=sys.stderr)
-        elif rank != 0 and code != EXIT_STOPPED:  # this rank printed nothing, and it alone may know the reason
+        elif rank != 0 and code != EXIT_STOPPED:  # only rank 0 prints, and only this rank may have the reason
             said = first.message["message"] if isinstance(first.message, dict) else first.message
             print(f"error: rank {rank}: {said}", file=sys.stderr)
         return code
@@ -74,15 +74,15 @@ def launch(asked: set[int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except RendezvousError as error:  # most likely the node that hosts it is lost
-        print(f"error: the place where the nodes meet is lost: {error}", file=sys.stderr)
+        print(f"error: the rendezvous of the nodes is lost: {error}", file=sys.stderr)
         return EXIT_STOPPED if asked else EXIT_LOST
     return 0
 
 
 def end_with_workers(asked: set[int], begun: threading.Event) -> None:
-    """End this process if torchrun does not, which may wait to report the end to a node that is gone.
+    """End this process after its workers if torchrun does not: it may wait to report the end to a node that is gone.
 
-    Sets ``begun`` when there are workers.
+    Sets ``begun`` once workers have been started.
     """
     while not workers():
         time.sleep(0.05)
@@ -108,7 +108,7 @@ def end_with_workers(asked: set[int], begun: threading.Event) -> None:
 def exit_code(ended: int, asked: set[int]) -> int:
     """This process's exit code, from a worker's in the form of ``Popen``: negative after a signal.
 
-    A worker that dies of a signal passed on to it did not handle the signal yet, so it had nothing to save either.
+    A worker that dies of a signal passed on to it does not handle signals yet, so it has nothing to save either.
     """
     if -ended in asked:
         return EXIT_STOPPED
@@ -116,7 +116,7 @@ def exit_code(ended: int, asked: set[int]) -> int:
 
 
 def workers() -> list[int]:
-    """The processes that this one has started (Linux)."""
+    """The child processes of this one (Linux)."""
     own = os.getpid()
     return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
 

@@ -11,23 +11,19 @@ from dlr_pretrain.util.errors import Parser, at_least_1, command
 def main() -> int:
     parser = Parser(
         usage="plan.py [options] [key=value ...]",
-        description="Parameters, FLOPs, memory, disk, batch, tokens and time of a run; needs no data, GPU, network.",
-        epilog="Everything else is an override, as train.py takes them.",
+        description="Parameters, FLOPs, memory, disk, batch, tokens and time of a run. Needs no data, GPU or network.",
+        epilog="All other arguments are overrides of train.py.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
-    parser.add_argument(
-        "--mfu",
-        type=share,
-        metavar="SHARE",
-        help="model FLOPs utilisation for the time (default: 0.11 to 0.35; 0.31 for few sequences)",
-    )
-    parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
-    parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
+    add, mfu = parser.add_argument, "model FLOPs utilisation (default: 0.11 to 0.35; 0.31 if a GPU has few sequences)"
+    add("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
+    add("--mfu", type=share, metavar="SHARE", help=mfu)
+    add("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
+    add("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
     if given.table1:
         if words or given.gpus or given.mfu:
-            parser.error("--table1 is of the recipes as they stand: give nothing but --json with it")
+            parser.error("--table1 shows the recipes as they stand: only --json goes with it")
         return command(lambda: print(table1(given.json)))
     return command(lambda: print(one(words, given.gpus or 1, given.mfu, given.json)))
 

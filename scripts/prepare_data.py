@@ -22,27 +22,22 @@ from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.process import cores
 
-OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # say nothing about texts or tokens
-TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
+OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # do not affect texts or tokens
+TRAINING_TEXT = 4_000_000  # characters that train a tokenizer; more text takes longer and changes little
 say = partial(print, flush=True)
 
 
 def main() -> int:
     parser = Parser(
-        description="Tokenise a data source into shards that data=tokens reads. The same command again continues.",
+        description="Tokenise a data source into shards that data=tokens reads. The same command continues it.",
         usage="%(prog)s data=... [data.key=value ...] [tokenizer.path=...] --output FOLDER [--workers N]",
-        epilog="Source and tokenizer are named as for train.py.",
+        epilog="The overrides for source and tokenizer are those of train.py.",
     )
-    parser.add_argument("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
-    parser.add_argument(
-        "--workers", type=at_least_1, default=cores(), help="processes, a shard each (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--train-tokenizer",
-        type=at_least_1,
-        metavar="TOKENS",
-        help="with a sentencepiece model of this vocabulary, trained on the first shards: <output>.<TOKENS>.model",
-    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
+    add("--workers", type=at_least_1, default=cores(), help="processes, a shard each (default: %(default)s)")
+    own = "with a sentencepiece model of this vocabulary, trained on the first shards: <output>.<TOKENS>.model"
+    add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=own)
     given, overrides = parser.parse_known_args()
     return command(lambda: run(given, overrides))
 
@@ -55,7 +50,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     source = open_source(cfg, say)
     if given.train_tokenizer is not None:
         if cfg.tokenizer.path is not None:
-            rule = "--train-tokenizer makes another one"
+            rule = "--train-tokenizer makes its own"
             raise ConfigError([Problem("tokenizer.path", cfg.tokenizer.path, rule, "Leave one of them out")])
         cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
     tokenizer = open_tokenizer(cfg, source)
@@ -68,7 +63,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
-    """The sentencepiece model beside ``output``, trained on the first texts of ``source`` if there is none yet."""
+    """The sentencepiece model beside ``output``, trained on the first texts of ``source`` unless it exists."""
     path = output.with_name(f"{output.name}.{size}.model")
     if path.exists():
         say(f"taking the tokenizer that was trained before: {path}")
@@ -83,12 +78,12 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
     try:
         write_durably(path, train_tokenizer(texts, size))
     except RuntimeError as error:  # raised by sentencepiece
-        raise UserError(f"no tokenizer of {size} tokens can be trained on these texts: {error}") from None
+        raise UserError(f"a tokenizer of {size} tokens cannot be trained on these texts: {error}") from None
     return path
 
 
 def refuse_unused(overrides: list[str]) -> None:
-    """Raise ConfigError for keys of a run that say nothing about its texts and tokens."""
+    """Raise ConfigError for keys that do not affect texts or tokens."""
     given = typed([word for word in overrides if "=" in word and not word.startswith("-")])
     problems = [
         Problem(key, value, "says nothing about texts or tokens", "Leave it out, and give it to train.py")

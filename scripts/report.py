@@ -11,13 +11,12 @@ from dlr_pretrain.util.errors import Parser, command, say
 def main() -> int:
     parser = Parser(
         description="Tables and curves of runs, their numbers, and one self-contained page.",
-        epilog="Means are over finished seeds of equal configuration; what is unfinished, broken, double or different "
-        "is named. scripts/reproduce.py shows the paper's tables.",
+        epilog="Means are over finished seeds of one configuration. Runs that are unfinished, damaged, duplicated or "
+        "different are named. scripts/reproduce.py shows the paper's tables.",
     )
-    parser.add_argument("places", nargs="+", metavar="place", help="run directory, folder of them, glob of either")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="report.html, report.md, numbers.csv, tables, figures"
-    )
+    output = "for report.html, report.md, numbers.csv, tables, figures"
+    parser.add_argument("places", nargs="+", metavar="place", help="a run directory, a folder of them, or a glob")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=output)
     given = parser.parse_args()
     return command(lambda: report(given))
 

@@ -15,13 +15,13 @@ def main() -> int:
     add("folder", type=Path, help="what train.py or fold.py wrote")
     add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub (default: %(default)s)")
     add("--output", type=Path, default=Path("sft"), metavar="DIR", help="for a folder s<seed> each (default: sft)")
-    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows (default: 41 42 43)")
+    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="that order the rows (default: 41 42 43)")
     add("--epochs", type=at_least_1, dest="num_train_epochs", help="(default: 3)")
     add("--batch", type=at_least_1, help="rows of an update, all ranks (default: 64)")
     add("--micro-batch", type=at_least_1, dest="per_device_train_batch_size", help="of a rank at once (default: 8)")
     add("--lr", type=float, dest="learning_rate", help="peak of the cosine (default: 2e-5)")
     add("--length", type=at_least_1, dest="max_length", help="most tokens of a row (default: 512)")
-    add("--fp32", action="store_true", help="the forward pass, too (default: bf16, with fp32 weights)")
+    add("--fp32", action="store_true", help="forward pass in fp32, too (default: bf16, with fp32 weights)")
     given = parser.parse_args()
     return command(lambda: run(**vars(given)))
 
@@ -31,7 +31,7 @@ def run(folder: Path, data: str, output: Path, seeds: list[int], **recipe) -> No
     rows = read_rows(data)
     for seed in seeds:
         if (output / f"s{seed}" / RECORD).exists():
-            write_to_stderr(f"note: {output}/s{seed} is there already, and stays as it is")
+            write_to_stderr(f"note: {output}/s{seed} exists already, and stays as it is")
         else:
             fine_tune(folder, output / f"s{seed}", rows, seed, **recipe)
 

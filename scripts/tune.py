@@ -24,9 +24,9 @@ EPILOG = """examples:
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output cola \\
       -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
 
-The table is that of submit.py. Runs that differ in train.lr and seed alone are one method; every method needs the same
-rates and seeds, and the others are compared with the first. --confirm trains fresh seeds at each method's chosen rate
-alone, and reports them instead of the grid's. The same command continues where this one stopped."""
+The table of runs is that of submit.py. Runs that differ only in train.lr and seed are one method. All methods need the
+same rates and seeds, and are compared with the first one. --confirm trains fresh seeds only at each method's chosen
+rate, and reports them instead of the grid's. The same command continues where this one stopped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,24 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train what is due, compare, and write the report."""
+    """Train or queue the runs that are due, compare the methods, and write the report."""
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
-    given, for_sbatch = read_options(parser, argv)
+    given = read_options(parser, argv)
     runs = load_runs(read_table(given.what), machine=given.local)
     names = tune.method_names(runs)
     design = tune.grid(names, runs, given.confirm)
 
     def same_text() -> None:
-        """The files may have changed since the runs were configured: what those that have saved have read decides."""
+        """Compare the text that saved runs have read, because files may have changed since they were configured."""
         records = {str(run.dir): read_record(run.dir) for run in runs}
         saved = {name: record["identity"] for name, record in records.items() if "saved" in record}
         tune.require_one_text(saved, (*TEXT, "data.order"))
 
     def train_or_queue(some: Sequence[PlannedRun]) -> list[dict]:
-        """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
-        jobs = start(some, given, for_sbatch, same_text)
+        """Train or queue those of ``some`` that are due; returns the trials of all of them."""
+        jobs = start(some, given, same_text)
         same_text()
         return [tune.trial_of(names[tune.own_words(run)], run, status_of(run, jobs).state) for run in some]
 
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def seed_list(text: str) -> list[int]:
-    """Seeds with commas between them, as the type of an argument."""
+    """Seeds that commas separate, as the type of an argument."""
     return [*map(int, text.split(","))]
 
 

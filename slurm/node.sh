@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Run one node of a job: torchrun with RANKS_PER_NODE workers. train.sbatch starts this script by srun and sets the
-# variables that it reads. It exits as train.py does: with 75 when a signal has stopped the run and the same command
+# Run one node of a job: torchrun with RANKS_PER_NODE workers. train.sbatch starts this script by srun, and sets the
+# variables that it reads. It exits as train.py does: with 75 if a signal has stopped the run and the same command
 # continues it.
 
 set -euo pipefail
-trap '' USR1 # until launch.py can be told
+trap '' USR1 # until launch.py can receive it
 
 scratch=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/dlr_pretrain.$SLURM_JOB_ID.XXXXXX")
 trap 'trap "" USR1 TERM; rm -rf "$scratch"' EXIT # a signal that kills rm would set the exit code
 
-# Compilers cache on this node's own disk: on a network file system, ranks and jobs damage each other's caches. The folder
-# outlives the job, for its restarts and the next jobs; a folder that is another user's is not trusted.
+# Compilers cache on this node's own disk, because on a network file system ranks and jobs damage each other's caches.
+# The folder outlives the job, for its restarts and for later jobs. Another user's folder is not trusted.
 cache=${TMPDIR:-/tmp}/dlr_pretrain_compiled.$UID
 { mkdir -p -m 700 "$cache" && [[ -O $cache && ! -L $cache ]]; } 2>/dev/null || cache=$scratch
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
@@ -24,7 +24,7 @@ meeting=(--standalone) # one node: the system picks the port
 if ((SLURM_NNODES > 1)); then
     meeting=(--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS")
     meeting+=(--rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --local-addr "$SLURMD_NODENAME")
-    # Else torchrun compares host names to find the host, and waits a minute for a host that is still importing.
+    # Otherwise torchrun compares host names to find the host, and waits only a minute for one that is still importing.
     meeting+=(--rdzv-conf "is_host=$((SLURM_NODEID == 0)),read_timeout=600")
 fi
 
@@ -43,6 +43,6 @@ outcome=0
 wait "$agent" || outcome=$?
 
 if [[ ! $asked ]] && ((outcome == 75)); then
-    exit 0 # train.stop_after stopped the run: no failure, and no reason to requeue the job
+    exit 0 # train.stop_after stopped the run: this is not a failure, and no reason to requeue the job
 fi
 exit "$outcome"

@@ -1,4 +1,4 @@
-"""Queue a table of runs as one job array, and see how it stands: ``python slurm/submit.py --help``."""
+"""Queue a table of runs as one job array, and show its state: ``python slurm/submit.py --help``."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ EPILOG = """examples:
   submit.py my.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
   submit.py my.runs scale=60m seed=41,42,43 --status
 
-Overrides with several values make a run of each combination. Beside a file they select its runs that have the same
-value, and are added to those that have none. Runs that are complete, have diverged, run or wait are left out. Options
-after -- are those of sbatch."""
+Overrides with several values make a run of each combination. With a file, an override selects the runs that have the
+same value, and is added to the runs that have none. Runs that are complete, diverged, running or pending are left out.
+Options after -- are those of sbatch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
-    about = "Train a table of runs as one SLURM job array, or on this machine."
-    return command(
-        lambda: act(*read_options(parser_of("submit.py", about, EPILOG), sys.argv[1:] if argv is None else argv))
-    )
+    parser = parser_of("submit.py", "Train a table of runs as one SLURM job array, or on this machine.", EPILOG)
+    return command(lambda: act(read_options(parser, sys.argv[1:] if argv is None else argv)))
 
 
-def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
-    """Nothing is queued or trained before every run has been checked."""
+def act(given: argparse.Namespace) -> int:
+    """Check every run, then queue or train those that are due."""
     runs = load_runs(read_table(given.what), machine=given.local)
-    start(runs, given, for_sbatch)
+    start(runs, given)
     trained = runs if given.local and not given.status else []
     return EXIT_FAILED if any(status_of(run, {}).state not in ("complete", "diverged") for run in trained) else 0
 

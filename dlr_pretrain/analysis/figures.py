@@ -1,4 +1,4 @@
-"""Figures of runs as PNG, SVG and PDF: a line for each group of runs, the mean over its seeds with their deviation."""
+"""Figures of runs as PNG, SVG and PDF. Each group of runs is a line, the mean over its seeds, with their deviation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlr_pretrain.analysis.runs import METRICS, Runs, ended, spread
 from dlr_pretrain.util.errors import naming
 from dlr_pretrain.util.text import amount
 
-# matplotlib refuses to be imported where this names a backend that is not installed, as in what a notebook starts.
+# If this names a backend that is not installed, as in a process of a notebook, matplotlib cannot be imported.
 _backend = os.environ.pop("MPLBACKEND", None)
 import matplotlib  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
@@ -29,9 +29,9 @@ if _backend is not None:
         matplotlib.rcParams["backend"] = _backend
 
 IMAGES = ("png", "svg", "pdf")
-POINTS = 1000  # of a curve
+POINTS = 1000  # at most, of a curve
 TAB20 = matplotlib.colormaps["tab20"].colors
-COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then the same ones lighter
+COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then lighter ones
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm",
           "train/lr": "learning rate", "perf/tokens_per_second": "tokens/s"}  # fmt: skip
@@ -51,7 +51,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: the ``path`` of its PNG, beside which it is in the other formats, and what describes it."""
+    """A figure: its caption, and the ``path`` of its PNG. The other formats lie beside it."""
 
     path: Path
     caption: str
@@ -83,7 +83,7 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
 
 
 def draw(found: Runs, folder: Path) -> Iterator[Picture]:
-    """Write every figure for which the runs have the numbers into ``folder``."""
+    """Write the figures for which the runs have numbers into ``folder``."""
     for scale, runs in found.runs[found.runs.step > 0].groupby("scale", sort=False):
         at = Runs(runs, found.metrics[found.metrics.run.isin(runs.run)], [])
         file = re.sub(r"[^\w.+-]", "_", scale)[:60]
@@ -93,7 +93,7 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
 
 
 def draw_run(found: Runs, folder: Path) -> Iterator[Picture]:
-    """Write the figures of a single run, one for each metric that the user has added among them."""
+    """Write the figures of a single run. Each metric that the user has added has its own."""
     own = [(re.sub(r"\W+", "_", name), name, name) for name in found.metrics if name not in SHOWN]
     for name, column, what in (*OF_ONE_RUN, *own):
         if name == "loss" or (column in found.metrics and found.metrics[column].notna().any()):
@@ -101,14 +101,14 @@ def draw_run(found: Runs, folder: Path) -> Iterator[Picture]:
 
 
 def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
-    """A line for each group, dashed if it has DLR, and thin ones for unfinished runs."""
+    """Draw a line for each group, dashed if it has DLR, and thin lines for unfinished runs."""
     ax, hues = axes(), {}
-    for group, of in at.groups():  # groups that differ in DLR alone have one hue
+    for group, of in at.groups():  # groups that differ only in DLR have one hue
         colour = COLOURS[hues.setdefault(group.pair, len(hues)) % len(COLOURS)]
         line = "-" if group.dlr == "off" or len(at.runs) == 1 else "--"
         draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, colour, line)
     late = np.concatenate([[], *(line.get_ydata()[len(line.get_ydata()) // 20 :] for line in ax.get_lines())])
-    if len(late):  # not the first losses, which would flatten the curves
+    if len(late):  # without the first losses, which would flatten the curves
         room = 0.04 * np.ptp(late) or 0.1
         ax.set_ylim(late.min() - room, late.max() + room)
     ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
@@ -151,7 +151,7 @@ def draw_group(
 
 
 def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
-    """Held-out perplexity against the learning rate, as ``curve``; nothing for a comparison with one rate."""
+    """Held-out perplexity against the learning rate, as ``curve``; nothing if the comparison has one rate."""
     design = found["design"]
     if len(design["rates"]) == 1:
         return
@@ -170,7 +170,7 @@ def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
     ax.set_xticks(design["rates"], [f"{lr:g}" for lr in design["rates"]])
     ax.set_xticks([], minor=True)
     caption = (
-        "Perplexity on held-out text against the learning rate. Faint points are seeds, lines join means, a ring marks "
-        "the rate that the other half chose, a cross a diverged run."
+        "Perplexity on held-out text against the learning rate. Faint points are seeds, and lines join means. A ring "
+        "marks the rate that the other half chose, a cross a diverged run."
     )
     yield save(ax, folder, "curve", caption)

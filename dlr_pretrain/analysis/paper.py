@@ -1,6 +1,6 @@
-"""The DLR paper as items, one for each of its tables and figures: what is trained, and what is published of it.
+"""The DLR paper as items, one for each of its tables and figures: what is trained for it, and what it prints.
 
-The items stand in ``slurm/paper.yaml``, whose first lines describe them. How they are shown is in ``paper_views.py``.
+``slurm/paper.yaml`` defines the items, and its first lines describe them. ``paper_views.py`` shows them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ import yaml
 
 from dlr_pretrain.analysis.tables import printed, recipe
 from dlr_pretrain.config.command_line import key_of
-from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs
-from dlr_pretrain.launch.state import JOBS
+from dlr_pretrain.launch.state import shipped
 from dlr_pretrain.util.errors import UserError
 
-SCRIPTS = next(folder for folder in (PACKAGE / "scripts", PACKAGE.parent / "scripts") if folder.is_dir())
-AXES = ("scale", "seed")  # overrides of these select runs
-OF_A_ROW = ("backbone", "dlr", "experiment")  # overrides of these would make one row of another
+SELECTING = ("scale", "seed")  # overrides of these keys select runs
+OF_A_ROW = ("backbone", "dlr", "experiment")  # overrides of these keys would turn a row into another one
 SLURM = "--gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"
-DATA = {"sft_data": "yahma/alpaca-cleaned", "task_data": ""}  # "": of the hub
-# A model of half a million parameters on the sample text, for a few updates. By these keys a row is rehearsed.
+SFT_DATA = "yahma/alpaca-cleaned"
+# Overrides for a rehearsal: half a million parameters on the sample text, for a few updates.
 RANK = 8
 REHEARSAL = (
     *("data=sample", "logger=jsonl", "compile=false", "device=cpu", "scale.hidden_size=32", "scale.num_layers=2"),
@@ -37,34 +35,44 @@ REHEARSAL = (
     *("train.steps=15", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=4", "train.seq_len=32"),
     *("eval.every=1", "eval.tokens=600", "checkpoint.every=5", "checkpoint.keep_every=5"),
 )
-LORO = ("optimizer.exact_every=5", "optimizer.shift=null")  # its schedule would not fit into a rehearsal
-
-
-@dataclass(frozen=True)
-class Step:
-    """A program on what was trained. ``words`` and the file that it ``makes`` have places in braces: see ``filled``."""
-
-    words: str
-    makes: str
-    each: Literal["run", "row", "once"] = "once"
-    rehearsed: str = ""  # more words, in a rehearsal
+LORO = ("optimizer.exact_every=5", "optimizer.shift=null")  # its own schedule is longer than a rehearsal
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step with its places filled: the command, the file that says it is done, and the runs that it reads."""
+    """A step without placeholders: the command, the file that says it is done, and the runs that it reads."""
 
-    command: tuple[str, ...]
+    command: list[str]
     makes: Path
-    reads: tuple[PlannedRun, ...]
+    reads: list[PlannedRun]
 
     def __str__(self) -> str:
         return shlex.join(["python", *self.command])
 
 
 @dataclass(frozen=True)
+class Step:
+    """A program that follows the training. ``words`` and the file that it ``makes`` have placeholders in braces."""
+
+    words: str
+    makes: str
+    each: Literal["run", "row", "once"] = "once"
+    rehearsed: str = ""  # further words, in a rehearsal
+
+    def command(self, places: dict[str, str | list[str]]) -> list[str]:
+        """The words with their placeholders filled; a word that is the placeholder of a list becomes its words."""
+        words: list[str] = []
+        for word in shlex.split(self.words):
+            value = places.get(word[1:-1])
+            words += value if isinstance(value, list) else [word.format_map(places)]
+        if words[0] != "-m":
+            words[0] = str(shipped("scripts") / words[0])
+        return words
+
+
+@dataclass(frozen=True)
 class Item:
-    """A table or figure of the paper; see ``slurm/paper.yaml``."""
+    """A table or figure of the paper; ``slurm/paper.yaml`` describes the fields."""
 
     name: str
     title: str
@@ -85,111 +93,90 @@ class Item:
         """The overrides of a row, without scale and seed."""
         return [*(shlex.split(self.rows[row]) or recipe(row)), *shlex.split(self.common)]
 
-    def lines(self, rehearsal: bool = False) -> list[Line]:
-        """A line for each run; ``origin`` ends with the row. A rehearsal has two seeds at the first scale, else one."""
-        found = []
-        for scale in self.scales:
-            seeds = self.seeds[: 1 + (scale == self.scales[0])] if rehearsal else self.seeds
-            for row in self.rows:
-                words = [f"scale={scale}", *self.words(row)]
-                if rehearsal:
-                    given = {key_of(word) for word in REHEARSAL}
-                    words = [word for word in words if key_of(word) not in given]
-                    words = [word.replace("${scale.rank}", str(RANK)) for word in words]
-                    words += LORO if row == "loro" else ()
-                found += [Line(f"{self.name}: {row}", (*words, f"seed={seed}")) for seed in seeds]
-        return found
+    def lines(self) -> list[Line]:
+        """A line for each run. Its ``origin`` ends with the row."""
+        return [
+            Line(f"{self.name}: {row}", (f"scale={scale}", *self.words(row), f"seed={seed}"))
+            for scale, row, seed in product(self.scales, self.rows, self.seeds)
+        ]
 
     def row_of(self, line: Line) -> str:
         return line.origin.removeprefix(f"{self.name}: ")
 
+    def cell_of(self, run: PlannedRun) -> tuple[str, str]:
+        """The row and the scale of a run."""
+        return self.row_of(run.line), run.cfg.scale.name
+
     def numbers(self, row: str, scale: str) -> dict:
-        """What is published of a row: by the columns of Table 1, and of the item's own kind under ``own``."""
+        """What the paper prints for a row: the columns of its Table 1, and the item's own numbers under ``own``.
+
+        For the layout "scales", own numbers are perplexities, which take the place of Table 1's row.
+        """
         own, table = self.published.get(row, {}).get(scale), printed("table1", row, scale) or {}
         if self.layout != "scales":
             return table | {"own": own}
-        if own is None:
-            return table
-        return {"ppl": own[0], "ppl_std": own[1]}
+        return table if own is None else {"ppl": own[0], "ppl_std": own[1]}
 
-    def programs(
-        self, runs: Sequence[PlannedRun], out: Path, data: dict[str, str], rehearsal: bool = False
-    ) -> Iterator[Program]:
+    def programs(self, runs: Sequence[PlannedRun], out: Path, sft_data: str, task_data: str) -> Iterator[Program]:
         """The steps on ``runs``, with results in ``out``, in the order in which they need each other."""
-        rows = {row: [run for run in runs if self.row_of(run.line) == row] for row in self.rows}
-        for step in self.steps:
-            groups = {
-                "run": [(self.row_of(run.line), [run]) for run in runs],
-                "row": rows.items(),
-                "once": [("", runs)],
-            }
-            for row, of in groups[step.each]:
-                if of or step.each == "once":
-                    yield self._program(step, row, of, out, data, rehearsal)
-
-    def _program(
-        self, step: Step, row: str, of: Sequence[PlannedRun], out: Path, data: dict[str, str], rehearsal: bool
-    ) -> Program:
-        several = {
-            "{folded}": [str(run.dir / "folded") for run in of],
-            "{task_data}": ["--data", data["task_data"]] if data["task_data"] else [],
+        of_rows = [(row, [run for run in runs if self.row_of(run.line) == row]) for row in self.rows]
+        groups = {
+            "run": [(self.row_of(run.line), [run]) for run in runs],
+            "row": [(row, of) for row, of in of_rows if of],
+            "once": [("", list(runs))],
         }
-        places = {"out": str(out), "row": row.replace(" ", "_"), "sft_data": data["sft_data"]}
-        if step.each == "run":
-            (run,) = of
-            last = run.dir / "checkpoints" / f"step_{run.cfg.train.steps:08d}"
-            places |= {"run": str(run.dir), "name": run.dir.name, "checkpoint": str(last)}
-        words = []
-        for word in shlex.split(step.words):
-            words += several[word] if word in several else [word.format_map(places)]
-        if words[0] != "-m":
-            here = Path.cwd()
-            words[0] = str((SCRIPTS.relative_to(here) if SCRIPTS.is_relative_to(here) else SCRIPTS) / words[0])
-        if rehearsal:
-            more = shlex.split(step.rehearsed)
-            replaced = {key_of(word) for word in more if "=" in word}
-            words = [word for word in words if "=" not in word or key_of(word) not in replaced] + more
-        return Program(tuple(words), Path(step.makes.format_map(places)), tuple(of))
+        data = {"sft_data": sft_data, "task_data": ["--data", task_data] if task_data else []}
+        for step in self.steps:
+            for row, of in groups[step.each]:
+                places = data | {"out": str(out), "row": row.replace(" ", "_")}
+                places["folded"] = [str(run.dir / "folded") for run in of]
+                if step.each == "run":
+                    last = of[0].dir / "checkpoints" / f"step_{of[0].cfg.train.steps:08d}"
+                    places |= {"run": str(of[0].dir), "name": of[0].dir.name, "checkpoint": str(last)}
+                yield Program(step.command(places), Path(step.makes.format_map(places)), of)
 
 
 def definitions() -> dict:
-    """What slurm/paper.yaml holds; names with an underscore are no items."""
-    return yaml.safe_load((JOBS / "paper.yaml").read_text(encoding="utf-8"))
+    """What slurm/paper.yaml holds. Names that begin with an underscore are not items."""
+    return yaml.safe_load((shipped("slurm") / "paper.yaml").read_text(encoding="utf-8"))
 
 
 @cache
 def items() -> dict[str, Item]:
     """All items by name, in the order of the page."""
-    found = {name: of for name, of in definitions().items() if not name.startswith("_")}
-    steps = {name: [Step(**step) for step in of.pop("steps", [])] for name, of in found.items()}
-    return {name: Item(name=name, **of, steps=steps[name]) for name, of in found.items()}
+    found = {}
+    for name, given in definitions().items():
+        if not name.startswith("_"):
+            steps = [Step(**step) for step in given.pop("steps", [])]
+            found[name] = Item(name=name, **given, steps=steps)
+    return found
 
 
-def chosen(given: Sequence[Item], rows: str | None) -> list[Item]:
-    """The items, with the rows of a list such as ``cola,cola+dlr`` alone; those without any are left out."""
+def choose_rows(given: Sequence[Item], rows: str | None) -> list[Item]:
+    """The items with only the rows of a list such as ``cola,cola+dlr``; an item without any of them is left out."""
     if rows is None:
         return list(given)
     names, known = rows.split(","), list(dict.fromkeys(row for item in given for row in item.rows))
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--rows={rows}: {unknown[0]} is no row. Choose from {', '.join(known)}")
-    left = ({row: words for row, words in item.rows.items() if row in names} for item in given)
-    return [replace(item, rows=own) for item, own in zip(given, left, strict=True) if own]
+        raise UserError(f"--rows={rows}: {unknown[0]} is not a row. Choose from {', '.join(known)}")
+    chosen = [replace(item, rows={row: item.rows[row] for row in item.rows if row in names}) for item in given]
+    return [item for item in chosen if item.rows]
 
 
-def planned_lines(item: Item, overrides: Sequence[str], rehearsal: bool = False) -> list[Line]:
-    """The lines of an item that scale and seed among ``overrides`` select, each with the other ones."""
+def planned_lines(item: Item, overrides: Sequence[str]) -> list[Line]:
+    """The lines of an item that scale and seed among ``overrides`` select, each with the other overrides."""
     if of_a_row := next((word for word in overrides if key_of(word) in OF_A_ROW), None):
         raise UserError(f"{of_a_row}: each row has its own. Choose rows by --rows, such as --rows cola,cola+dlr")
-    return combine(item.lines(rehearsal), expand(list(overrides)), AXES)
+    return combine(item.lines(), expand(list(overrides)), SELECTING)
 
 
 def without_seed(line: Line) -> tuple[str, ...]:
-    """The overrides that runs which differ in their seed alone have in common."""
+    """The overrides of a line but for its seed, which runs that differ only in the seed have in common."""
     return tuple(word for word in line.words if not word.startswith("seed="))
 
 
 def load_each(lines: Sequence[Line], machine: bool = False) -> list[PlannedRun]:
-    """As ``load_runs``, of lines with a seed each. Of those that differ in it alone only the first is composed."""
+    """As ``load_runs``, for lines with a seed each: of lines that differ only in the seed, one is composed."""
     first: dict[tuple[str, ...], Line] = {}
     for line in lines:
         first.setdefault(without_seed(line), line)
@@ -206,8 +193,33 @@ def load_each(lines: Sequence[Line], machine: bool = False) -> list[PlannedRun]:
     return load_runs(list(lines), machine) if by_seed or len({run.dir for run in runs}) < len(runs) else runs
 
 
-def made_up(folder: Path) -> dict[str, str]:
-    """Write task documents and instructions for a rehearsal, in the formats of evaluate.py and sft.py; their places."""
+# ----------------------------------------------------------------------------------------------------
+# Rehearsal
+
+
+def rehearsed(item: Item) -> Item:
+    """The item with fewer seeds, and with rows and steps that suit the models of ``REHEARSAL``.
+
+    An item of one scale keeps two seeds, to show deviations. An item of several scales keeps one seed.
+    """
+    rows = {}
+    for row in item.rows:  # REHEARSAL's scale.rank does not reach a row that computes its own rank from it
+        words = [word.replace("${scale.rank}", str(RANK)) for word in item.words(row)]
+        rows[row] = shlex.join([*words, *(LORO if row == "loro" else ())])
+    steps = []
+    for step in item.steps:
+        more = shlex.split(step.rehearsed)
+        replaced = {key_of(word) for word in more if "=" in word}
+        kept = [word for word in shlex.split(step.words) if "=" not in word or key_of(word) not in replaced]
+        steps.append(replace(step, words=shlex.join([*kept, *more])))
+    return replace(item, rows=rows, common="", steps=steps, seeds=item.seeds[: 2 if len(item.scales) == 1 else 1])
+
+
+def write_documents(folder: Path) -> tuple[str, str]:
+    """Write invented instructions and task documents for a rehearsal, in the formats of sft.py and evaluate.py.
+
+    Returns the file of instructions and the folder of documents.
+    """
     import lm_eval.tasks
 
     documents, rows = definitions()["_documents"], [definitions()["_instructions"]] * 8
@@ -218,4 +230,4 @@ def made_up(folder: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{json.dumps(documents[name])}\n" * 2, encoding="utf-8")
     (folder / "instructions.json").write_text(json.dumps(rows), encoding="utf-8")
-    return {"sft_data": str(folder / "instructions.json"), "task_data": str(folder / "tasks")}
+    return str(folder / "instructions.json"), str(folder / "tasks")

@@ -4,26 +4,27 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 
     run               scale, backbone, dlr, optimizer, precision, data, dir
     vocabulary        size; assumed (true if the tokenizer will decide it)
-    parameters        total; trainable; folded (of the model that is deployed)
+    parameters        total; trainable; folded (of the deployed model)
     flops_per_token   forward and backward, see ``flops_per_token``; flops_total for all steps
-    memory            bytes on one GPU, of eager code, see ``models.memory``; total is the peak
-    disk              checkpoint: its bytes; all ranks together pin as many of host memory to write it.
-                      run: the most bytes on the disk at a time, while a checkpoint is being written
-    batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own, and micro_batch
-                      is the scale's), micro_batches (of a rank, an update), seq_len, positions
+    memory            bytes on one GPU, for eager code, see ``models.memory``; total is the peak
+    disk              checkpoint: its bytes; to write it, all ranks together pin as many bytes of host memory.
+                      run: the most bytes on the disk at a time, which is while a checkpoint is being written
+    batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own; micro_batch is
+                      then the scale's), micro_batches (of a rank in an update), seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
-    speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting, the seconds an update that a
-                      GPU waits for others, which come on top; null in fp32
-    paper             what the paper prints for this method at this scale (or null): table1, whose memory is an estimate
-                      of weights and optimizer state alone, and measured: memory of one GPU, compiled, with micro_batch
+    speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
+                      which a GPU waits for others, on top of hours; null in fp32
+    paper             what the paper prints for this method at this scale (or null). table1: its memory is an estimate
+                      of weights and optimizer state only. measured: memory of one GPU, compiled, with micro_batch
                       sequences, and tokens/s on 32 H100
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import pandas as pd
@@ -31,8 +32,9 @@ import torch
 
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.analysis.tables import printed, published, recipe
-from dlr_pretrain.config import Config
+from dlr_pretrain.config import Config, identity
 from dlr_pretrain.config.tree import GPUS_A_NODE
+from dlr_pretrain.launch.runs import map_on_cores
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
@@ -44,20 +46,23 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
-# What the paper's figure for CoLA + DLR at 1b implies; what torchtitan reports for a dense 8B LLaMA (0.33 to 0.39).
+# The least is what the paper's number for CoLA + DLR at 1b implies. The most is within 0.33 to 0.39, what torchtitan
+# reports for a dense 8B LLaMA.
 MFU = (0.11, 0.35)
-# Bytes/s each way of a GPU in large collectives: 0.8 of NVLink 4, and of 400 Gb/s of network for each GPU of a node.
+# Bytes/s of a GPU in each direction in large collectives: 0.8 of NVLink 4, and of 400 Gb/s of network for each GPU.
 NVLINK, NETWORK = 360e9, 40e9
-# Seconds a step within a node and between nodes: those of NCCL's own model (tuning.cc, protocol LL128).
+# Seconds of a step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
 RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
 FEW, MFU_OF_FEW = 4096, (0.11, 0.31)  # positions of a GPU: see "an H100, ms" in benchmarks/README.md
-# What tests/fakegpu measures for cola with DLR, with micro-batches of 64 and of 16 sequences.
+# As tests/fakegpu measures it for cola with DLR, with micro-batches of 64 and of 16 sequences.
 COMPILED = "compiled code takes less, for example 0.72 of the peak at 60m and 0.82 at 1b"
 
 
 def plan(cfg: Config, ranks: int, utilisations: Sequence[float] | None = None) -> dict:
-    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``; by default
-    those of ``MFU``, or of ``MFU_OF_FEW``."""
+    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``.
+
+    The default is ``MFU``, or ``MFU_OF_FEW`` if a GPU has few positions.
+    """
     vocab_size = cfg.planned_vocab_size
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
@@ -92,12 +97,12 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] | None = None) -
 
 
 def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
-    """Numbers of parameters: of the model, of what is trained, and of the deployed model."""
+    """Numbers of parameters: of the model, the trained ones, and of the deployed model."""
     return parameter_counts(cfg, build_model(cfg, vocab_size, torch.device("meta")))
 
 
 def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) -> int:
-    """Bytes of a checkpoint: the values, and the optimizer's state. With ``alignment`` 1, without padding."""
+    """Bytes of a checkpoint: the values and the optimizer's state. ``alignment`` 1 leaves padding out."""
     device, dtype = torch.device("meta"), STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, device, dtype, alignment=alignment)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -107,32 +112,70 @@ def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) 
 
 
 def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
-    """Bytes of one checkpoint, and of all checkpoints that exist at a time, with the folded model."""
+    """Bytes of one checkpoint, and of the folded model with all checkpoints that exist at a time."""
     keep, steps, checkpoint = cfg.checkpoint, cfg.train.steps, state_and_moments(cfg, vocab_size)
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = parameters(cfg, vocab_size)["folded"] * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 
 
-def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
-    """The parameters (millions) and memory (GB) of the paper's Table 1, a row each, beside those of our recipes.
+@dataclass(frozen=True)
+class Size:
+    """What a run takes: FLOPs of a position, millions of trained parameters, GB of weights and optimizer state without
+    padding, and bytes on the disk."""
 
-    Our memory is that of weights and optimizer state, without padding. ``configure`` composes a configuration from
+    flops: float
+    trained: float
+    state: float
+    disk: int
+
+
+_SIZES: dict[str, Size] = {}
+
+
+def sizes(configs: Iterable[Config]) -> list[Size]:
+    """The size of each configuration. Equal models are counted once, on all cores."""
+    kept = ("scale.", "backbone.", "optimizer.", "precision.", "train.s", "dlr.learn_alpha", "dlr.train_b")
+    keyed = []
+    for cfg in configs:
+        model = {key: value for key, value in identity(cfg).items() if key.startswith(kept)}
+        keyed.append((json.dumps([model, cfg.micro_batch(1), vars(cfg.checkpoint)]), cfg))
+    due = {key: cfg for key, cfg in keyed if key not in _SIZES}
+    _SIZES.update(zip(due, map_on_cores(_size, list(due.values()), fewest=4), strict=True))
+    return [_SIZES[key] for key, _ in keyed]
+
+
+def _size(cfg: Config) -> Size:
+    vocabulary = cfg.planned_vocab_size
+    return Size(
+        flops_per_token(cfg, vocabulary, cfg.micro_batch(1)),
+        parameters(cfg, vocabulary)["trainable"] / 1e6,
+        state_and_moments(cfg, vocabulary, alignment=1) / 1e9,
+        disk_bytes(cfg, vocabulary)["run"],
+    )
+
+
+def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
+    """Parameters (millions) and memory (GB) of our recipes beside each row of the paper's Table 1.
+
+    Memory is that of weights and optimizer state, without padding. ``configure`` composes a configuration from
     overrides.
     """
-    rows = []
-    for row in published("table1").itertuples():
-        cfg = configure([f"scale={row.scale}", *recipe(row.method)])
-        trained = parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6
-        saved = state_and_moments(cfg, cfg.planned_vocab_size, alignment=1) / 1e9
-        rows.append((row.method, row.scale, round(trained), round(row.params_m), round(saved, 2), row.mem_gb))
-    columns = ["method", "scale", "parameters (M)", "paper (M)", "memory (GB)", "paper (GB)"]
-    return pd.DataFrame(rows, columns=columns)
+    found = published("table1")
+    ours = sizes(configure([f"scale={row.scale}", *recipe(row.method)]) for row in found.itertuples())
+    return pd.DataFrame({
+        "method": found.method,
+        "scale": found.scale,
+        "parameters (M)": [round(size.trained) for size in ours],
+        "paper (M)": found.params_m.round().astype(int),
+        "memory (GB)": [round(size.state, 2) for size in ours],
+        "paper (GB)": found.mem_gb,
+    })  # fmt: skip
 
 
 def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, utilisations: Sequence[float]) -> dict | None:
-    """Tokens/s of all GPUs, hours of the whole run, both from FLOPs and utilisation alone, and the waiting."""
-    if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the table of peaks is of bf16 products
+    """Tokens/s of all GPUs and hours of the whole run, both only from FLOPs and utilisation, and the waiting."""
+    if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the known peaks are of bf16 products
         return None
     estimates, positions = [], cfg.train.global_batch * cfg.train.seq_len
     for mfu in utilisations:
@@ -145,10 +188,11 @@ def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, utilisations: 
 
 
 def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> float:
-    """Seconds in which a GPU waits for others in an update whose arithmetic takes ``seconds``: an estimate.
+    """An estimate of the seconds in which a GPU waits for others in an update whose arithmetic takes ``seconds``.
 
-    It is by the bytes, links and steps of collectives. Those of blocks run beside the arithmetic, and what they take
-    longer is waited for; so is what embedding, final norm and head take, whose gradients are complete last.
+    It follows from the bytes, links and steps of the collectives. Those of blocks overlap with the arithmetic, and a
+    GPU waits for what they take beyond it. It waits for all that embedding, final norm and head take, because their
+    gradients are complete last.
     """
     model = build_model(cfg, vocab_size, torch.device("meta"), WORKING_DTYPE[cfg.precision.name])
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
@@ -157,13 +201,13 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
     shards, micro_batches = cfg.shards(gpus), cfg.train.global_batch // gpus // cfg.micro_batch(gpus)
 
     def gather(size: float) -> float:
-        """Of an all-gather or a reduce-scatter: a ring through the ranks that share the rows out."""
+        """Seconds of an all-gather or a reduce-scatter: a ring through the ranks that shard the rows."""
         nodes = math.ceil(shards / GPUS_A_NODE)
         link = NVLINK if nodes == 1 else min(NVLINK, GPUS_A_NODE * NETWORK)
         return (shards - nodes) * RING[0] + (nodes - 1) * RING[1] + size * (shards - 1) / shards / link
 
     def reduce(size: float) -> float:
-        """Of an all-reduce of a rank's rows over the copies: a tree of nodes, in each of which some ranks have one."""
+        """Seconds of an all-reduce of a rank's rows over its copies: a tree of the nodes that hold them."""
         copies, nodes = gpus // shards, math.ceil(gpus / max(shards, GPUS_A_NODE))
         here = math.ceil(copies / nodes)
         link = NVLINK if nodes == 1 else min(NVLINK, here * NETWORK)
@@ -176,16 +220,16 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
 
 
 # ----------------------------------------------------------------------------------------------------
-# Showing
+# As text
 
 
 def render(p: dict) -> str:
-    """A plan as text of 80 columns."""
+    """A plan as text, 80 columns wide."""
     return "\n".join(fill(f"{label:<14}{text}", indent=14) for label, text in _lines(p))
 
 
 def _time(hours: float) -> str:
-    """A time in the largest unit of which it is at least one: 5.2 hours, 1.4 minutes, 0.04 seconds."""
+    """A time in the largest unit that gives at least 1: 5.2 hours, 1.4 minutes, 0.04 seconds."""
     for unit, number in (("hours", hours), ("minutes", 60 * hours)):
         if number >= 1:
             return f"{number:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Reports as Markdown and as one page of HTML that needs neither server nor network: of many runs, and of one."""
+"""Reports of one run or of many, as Markdown and as a page of HTML that needs neither server nor network."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ DOCUMENT = r"""\documentclass{article}
 %s
 \end{document}
 """
-FORMULA = re.compile(r"[=@]|[+-](?![\d.,]+(e[+-]?\d+)?( ± [\d.,]+)?( \(\d+\))?$)")  # no number, nor one of ours
+# What a spreadsheet takes for a formula. Signed numbers, with deviation and count or without, are not.
+FORMULA = re.compile(r"[=@]|[+-](?![\d.,]+(e[+-]?\d+)?( ± [\d.,]+)?( \(\d+\))?$)")
 NUMBERS = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", "ppl", "convention", "speed", "mfu",
            "memory", "machine"]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Section:
-    """What follows until the next one, with its ``lines`` first; a page of sections has a table of contents."""
+    """A heading with ``lines`` of its own, for the parts up to the next one. Sections fill the table of contents."""
 
     name: str
     title: str
@@ -51,7 +52,7 @@ Part = Table | Picture | Section
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> None:
-    """Write each table as CSV and LaTeX, and ``tables.tex``, a document of them all."""
+    """Write each table as CSV and LaTeX, and ``tables.tex``, a document that has all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for one in tables:
         write_csv(one.frame.set_axis(one.header, axis="columns"), folder / f"{one.name}.csv")
@@ -61,7 +62,7 @@ def write_tables(tables: Sequence[Table], folder: Path) -> None:
 
 
 def write_csv(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table in which no name is a formula to a spreadsheet."""
+    """Write a table. A spreadsheet will take no name in it for a formula."""
     frame.map(no_formula).rename(columns=no_formula).to_csv(path, index=False)
 
 
@@ -70,10 +71,10 @@ def no_formula(cell: object) -> object:
 
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
-    """Write the report of the runs in ``places``, as ``read_runs`` takes them, into ``output``; returns the remarks.
+    """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns the remarks.
 
-    ``report.html`` and ``report.md`` have everything; ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
-    figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run in all digits.
+    ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
+    figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run at full precision.
     """
     found = read_runs(places)
     tables = run_tables(found)
@@ -96,11 +97,11 @@ def write_report(run_dir: Path) -> None:
 
 
 def _sample(path: Path) -> Iterator[Table]:
-    """What an export has written as a sample; nothing if there is none."""
+    """The sample that the export has written, if it has."""
     if path.exists():
         written = read_json(path, {"prompt": str, "continuation": str})
         rows = [{"": name, "Text": " ".join(written[name].split())} for name in written]
-        notes = ["The prompt is of the validation text. The model continued it at temperature 0.8, top-p 0.95."]
+        notes = ["The prompt is from the validation text. The model continued it at temperature 0.8, top-p 0.95."]
         yield table("sample", "A sample", rows, notes)
 
 
@@ -108,40 +109,40 @@ def write_page(
     title: str, remarks: Sequence[str], parts: Sequence[Part], command: str, folder: Path, name: str = "report",
     mark: str = "",
 ) -> None:  # fmt: skip
-    """Write ``<name>.md`` and ``<name>.html`` into ``folder``, in or below which the pictures are.
+    """Write ``<name>.md`` and ``<name>.html`` into ``folder``; the pictures lie in or below it.
 
     ``remarks`` are what a reader must know first; ``mark`` is a word across the whole page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     command, remarks = redact(command), [*map(redact, remarks)]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
-    body, made_by = "\n".join(map(_html, parts)), html.escape(command)
-    links = (
-        f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in parts if isinstance(part, Section)
-    )
+    sections = [part for part in parts if isinstance(part, Section)]
+    links = [f'<li><a href="#{section.name}">{html.escape(section.title)}</a></li>' for section in sections]
     page = template.substitute(
-        title=html.escape(title), remarks=items, contents="".join(links), body=body, command=made_by, mark=mark
-    )
+        title=html.escape(title), remarks=_list(remarks), contents="".join(links), body="\n".join(map(_html, parts)),
+        command=html.escape(command), mark=mark,
+    )  # fmt: skip
     write_durably(folder / f"{name}.html", page)
-    sections = [f"# {markdown(title)}", "\n".join(f"* {markdown(remark)}" for remark in remarks)]
-    sections += [_link(part, folder) if isinstance(part, Picture) else part.markdown() for part in parts]
-    sections += [f"## Made by\n\n{textwrap.indent(command, '    ')}"]
-    write_durably(folder / f"{name}.md", "\n\n".join(section.strip() for section in sections if section) + "\n")
+    texts = [f"# {markdown(title)}", "\n".join(f"* {markdown(remark)}" for remark in remarks)]
+    texts += [_link(part, folder) if isinstance(part, Picture) else part.markdown() for part in parts]
+    texts += [f"## Made by\n\n{textwrap.indent(command, '    ')}"]
+    write_durably(folder / f"{name}.md", "\n\n".join(text.strip() for text in texts if text) + "\n")
 
 
 def _link(picture: Picture, folder: Path) -> str:
     return f"![{picture.path.stem}]({picture.path.relative_to(folder)})\n\n{markdown(picture.caption)}"
 
 
+def _list(lines: Sequence[str]) -> str:
+    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
+
 def _html(part: Part) -> str:
     if isinstance(part, Section):
-        lines = "".join(f"<li>{html.escape(line)}</li>" for line in part.lines)
-        return f'<h1 id="{part.name}">{html.escape(part.title)}</h1><ul>{lines}</ul>'
+        return f'<h1 id="{part.name}">{html.escape(part.title)}</h1><ul>{_list(part.lines)}</ul>'
     if isinstance(part, Table):
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in part.notes)
         title = f'<h2 id="table-{part.name}">{html.escape(part.title)}</h2>'
-        return f"{title}<div class=scroll>{part.html()}</div><ul>{notes}</ul>"
+        return f"{title}<div class=scroll>{part.html()}</div><ul>{_list(part.notes)}</ul>"
     image = base64.b64encode(part.path.read_bytes()).decode()
     caption = f"<figcaption>{html.escape(part.caption)}</figcaption>"
     return f'<figure id="{part.path.stem}"><img alt="" src="data:image/png;base64,{image}">{caption}</figure>'

@@ -1,4 +1,4 @@
-"""Run folders read into two frames: ``runs`` has a row for each run, ``metrics`` a row for each update.
+"""Reads run directories into two frames: ``runs`` has a row for each run, ``metrics`` a row for each update.
 
 Runs that differ only in their seed form a group. Everything in a report is a function of these frames.
 """
@@ -22,13 +22,13 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import Shape, misfit, sound_records
 from dlr_pretrain.util.text import one_line, plural
 
-NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
+NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # papers name these methods by their optimizer
 METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "perf/tokens_per_second", "perf/mfu",
            "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
-NONE = "–"  # what a table shows where there is no value
-LARGEST_METRIC = 1e30  # no metric is so large, and no figure can show it
+NONE = "–"  # what a table shows for a missing value
+LARGEST_METRIC = 1e30  # above that a number is damaged, and no figure can show it
 CONFIG: Shape = {
     "seed": int, "data": {"seed": int}, "train": {"steps": int},
     **{group: {"name": str} for group in ("scale", "backbone", "dlr", "optimizer")},
@@ -39,23 +39,23 @@ IDENTITY: Shape = {"precision.name": str, "data.packing": str}
 def method_name(backbone: str, dlr: str, optimizer: str) -> str:
     """The name of a method as in the paper's tables, such as cola+dlr or galore, from the names of its options.
 
-    Methods that the paper has not trained have their optimizer behind it: cola (muon).
+    A method that the paper has not trained ends with its optimizer: cola (muon).
     """
     base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
     name = base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
     return name if base == optimizer or optimizer.startswith("adamw") else f"{name} ({optimizer})"
 
 
-def cell(value: float | None, spec: str) -> str:
+def digits(value: float | None, spec: str) -> str:
     """A number as text; a missing one as –."""
     return NONE if pd.isna(value) else f"{value:{spec}}"
 
 
 def spread(values: Iterable[float], spec: str = ",.2f") -> str:
-    """The mean over seeds ± its standard deviation (divisor n - 1), and their number, as text.
+    """The mean over seeds ± the standard deviation (divisor n - 1), and the number of seeds, as text.
 
-    Infinite values have diverged: they are counted, since no mean may leave them out. One missing value, or none at
-    all, gives –.
+    Infinite values stand for diverged runs. They are counted instead, because no mean may leave them out. If a value is
+    missing, or all are, the text is –.
     """
     found = np.array(list(values), dtype=float)
     if not len(found) or np.isnan(found).any():
@@ -67,12 +67,12 @@ def spread(values: Iterable[float], spec: str = ",.2f") -> str:
 
 
 def ended(of: pd.DataFrame) -> pd.DataFrame:
-    """The runs that are in means: those that have finished or diverged."""
+    """The runs that take part in means: those that have finished or diverged."""
     return of[of.state != "unfinished"]
 
 
 def differences_by_seed(a: pd.Series, b: pd.Series) -> list[float]:
-    """b - a of figures by seed, over the seeds of both; infinite where one of the two has diverged."""
+    """b - a for each seed that both have; infinite where one of the two has diverged."""
     pairs = pd.concat([a, b], axis=1, join="inner").to_numpy(dtype=float)
     return [math.inf if np.isinf(pair).any() else pair[1] - pair[0] for pair in pairs]
 
@@ -83,10 +83,10 @@ def differences_by_seed(a: pd.Series, b: pd.Series) -> list[float]:
 
 @dataclass(frozen=True)
 class Runs:
-    """``runs``: what was trained, its state and its last figures. ``metrics``: every update, with its ``run``.
+    """``runs``: what was trained, its state and its last numbers. ``metrics``: every update, with its ``run``.
 
-    ``loss``, ``ppl`` and ``convention`` are those after the last update of the schedule: infinite for a run that
-    diverged, NaN for an unfinished one. ``remarks`` say what a mean would hide and what is wrong with the files.
+    ``loss``, ``ppl`` and ``convention`` are those after the last update of the schedule: infinite for a diverged run,
+    NaN for an unfinished one. ``remarks`` say what a mean would hide and what is wrong with the files.
     """
 
     runs: pd.DataFrame
@@ -94,21 +94,21 @@ class Runs:
     remarks: list[str]
 
     def groups(self) -> list[tuple[pd.Series, pd.DataFrame]]:
-        """The first run of each group, for what its runs share, and all of them, in the order of scale and name."""
+        """The first run of each group, for what its runs share, and all its runs, in the order of scale and name."""
         return [(of.iloc[0], of) for _, of in self.runs.groupby("key", sort=False)]
 
 
 def read_runs(places: Sequence[str | Path]) -> Runs:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
 
-    Of several runs with the same configuration and seed, the one with the most steps is kept. Raises UserError if no
+    Where several runs have the same configuration and seed, the one with the most steps is kept. Raises UserError if no
     run can be read.
     """
     rows, metrics, remarks = [], [], []
     for folder in _folders(places, remarks):
         try:
             row, updates = _read(folder, remarks)
-        except Exception as error:  # whatever is wrong with one run, the others have a report
+        except Exception as error:  # whatever is wrong with this run, the others get their report
             kind = "" if isinstance(error, UserError) else f"damaged: {type(error).__name__}: "
             remarks.append(f"{folder.name} is left out: {kind}{error}")
             continue
@@ -149,11 +149,11 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     metrics = pd.DataFrame(records, columns=list(names)).apply(pd.to_numeric, errors="coerce").astype(float)
     metrics = metrics.where(metrics.abs() < LARGEST_METRIC)
     metrics["run"] = str(folder)
-    metrics["flops"] = metrics["train/tokens"] * _number(manifest.get("flops_per_token"))
+    metrics["flops"] = metrics["train/tokens"] * _as_float(manifest.get("flops_per_token"))
 
     began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest["starts"]}
     trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
-    recent = metrics[metrics.time >= max(trained)]  # since the last start that did more than export
+    recent = metrics[metrics.time >= max(trained)]  # since the last start that trained, and did not only export
     last = trained[max(trained)]
     seed, order = config["seed"], config["data"]["seed"]
     row = {
@@ -168,8 +168,8 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "start": last,
         "code": {f"{git:.12}{git[40:]}" for git in (str(start.get("git")) for start in trained.values())},
         "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
-        "lr": _number(manifest["identity"].get("train.lr")),
-        "parameters": _number(manifest.get("parameters")),
+        "lr": _as_float(manifest["identity"].get("train.lr")),
+        "parameters": _as_float(manifest.get("parameters")),
         "flops": metrics.flops.max(),
         "seconds": sum(_lasted(metrics.time, at, began) for at in trained),
         "speed": recent["perf/tokens_per_second"].median(),
@@ -188,23 +188,23 @@ def _lasted(times: pd.Series, start: float, starts: Iterable[float]) -> float:
 
 
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
-    """The state of a run and its last figures."""
+    """The state of a run and its last numbers."""
     last = records[-1] if records else {"step": 0}
     final = next((r for r in reversed(records) if "eval/loss" in r and r["step"] >= planned), {})
     diverged = manifest.get("state", {}).get("name") == "diverged" or (final and final["eval/loss"] is None)
     found = {
         "state": "diverged" if diverged else "finished" if final else "unfinished",
-        "step": int(_number(last["step"])),
-        "tokens": _number(last.get("train/tokens", 0)),
-        "skipped": _number(last.get("train/skipped")),
+        "step": int(_as_float(last["step"])),
+        "tokens": _as_float(last.get("train/tokens", 0)),
+        "skipped": _as_float(last.get("train/skipped")),
     }
     for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
-        found[name] = math.inf if diverged else _number(final.get(f"eval/{key}"))
+        found[name] = math.inf if diverged else _as_float(final.get(f"eval/{key}"))
     return found
 
 
-def _number(value: object) -> float:
-    """A value of a file as a number; NaN if it is none. Raises OverflowError if it is too large."""
+def _as_float(value: object) -> float:
+    """A value of a file as a number; NaN if it is not one. Raises OverflowError if it is too large."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
@@ -213,20 +213,23 @@ def _number(value: object) -> float:
 
 
 def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
-    """``runs`` in order and without doubles, with more columns: ``key`` is equal in a group, ``pair`` in groups that
-    differ in DLR alone, ``shared`` is the identity without the seeds, and ``label`` is the group's name."""
+    """``runs`` in order and without duplicates, with more columns.
+
+    ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group, and
+    ``pair`` is equal in groups that differ only in DLR.
+    """
     left_out = ("seed", "data.seed", *ORIGIN)
     same = [{key: value for key, value in identity.items() if key not in left_out} for identity in runs.identity]
     without = [{key: value for key, value in shared.items() if not key.startswith("dlr.")} for shared in same]
     runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[*map(_text, without)])
     runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
-    double = runs.duplicated(["key", "seed"])
-    for run in runs[double].itertuples():
+    duplicated = runs.duplicated(["key", "seed"])
+    for run in runs[duplicated].itertuples():
         remarks.append(f"{run.run} is left out: another run has the same configuration and seed")
-    runs = runs[~double]
+    runs = runs[~duplicated]
     names = runs.method.copy()
     for _, at in runs.groupby("scale"):
-        rate = {"train.lr"} & {*differing(at.shared)}  # a rate that differs is named
+        rate = {"train.lr"} & {*differing(at.shared)}  # every label at a scale names a rate that differs there
         for method, of in at.groupby("method"):
             own = differing(of.shared)
             for i, shared in of.shared.items():
@@ -246,14 +249,14 @@ def differing(identities: Iterable[dict]) -> list[str]:
 
 
 def differing_text(runs: pd.DataFrame) -> list[str]:
-    """The keys by which runs are evaluated on different text. If there are any, losses cannot be compared."""
+    """The keys by which runs are evaluated on different text. If it names any, losses cannot be compared."""
     scored = [{key: identity.get(key) for key in TEXT} for identity in runs.identity]
-    padded = {"data.mask_documents": False}  # a row holds one document, so nothing is masked
+    padded = {"data.mask_documents": False}  # a row holds one document, so masking changes nothing
     return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
 
 
 def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
-    """Remarks on what means would hide: unfinished and diverged runs, mixed code or evaluation text."""
+    """Remarks on what means would hide: unfinished and diverged runs, different code or evaluation text."""
     for run in runs.to_dict("records"):
         if run["state"] == "unfinished":
             yield f"{run['name']} is unfinished, step {run['step']:,} of {run['planned']:,}: in curves, not in means"

@@ -1,9 +1,10 @@
-"""Tables of a report, as functions of the frames of runs. Their cells are text: what has no value shows –."""
+"""Tables: how one is written, those of a report, and the paper's. Cells are text; a missing value shows as –."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,22 +13,24 @@ from pathlib import Path
 
 import pandas as pd
 
-from dlr_pretrain.analysis.runs import NONE, Runs, cell, differences_by_seed, differing, ended, spread
+from dlr_pretrain.analysis.runs import NONE, Runs, differences_by_seed, differing, digits, ended, spread
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.text import amount, markdown, markdown_table, one_line
 
 CONVENTION = (
     "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
-    "print, as in published tables: the loss of n batches is divided by n + 1. It needs enough text."
+    "print, and what published tables show: the loss of n batches is divided by n + 1. It needs enough text."
 )
-BOLD = re.compile(r"\*\*([^*<&]+)\*\*")  # inside one cell of HTML or LaTeX
-FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"  # at most as wide as the text, in LaTeX
+BOLD = re.compile(r"\*\*([^*<&]+)\*\*")  # within a cell of HTML or LaTeX
+FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"  # in LaTeX: at most as wide as the text
 
 
 @dataclass(frozen=True)
 class Table:
-    """``frame`` has text in each cell, **bold** as in Markdown; ``name`` is the stem of the table's files. Columns may
-    have two levels."""
+    """``frame`` has text in each cell, **bold** as in Markdown. Its columns may have two levels.
+
+    ``name`` is the stem of the table's files.
+    """
 
     name: str
     title: str
@@ -47,7 +50,7 @@ class Table:
         return BOLD.sub(r"<strong>\1</strong>", self.frame.to_html(index=False, border=0))
 
     def latex(self) -> str:
-        """A table environment for booktabs and graphicx, which makes one that is wider than the text as wide as it."""
+        """A table environment for booktabs and graphicx, which shrinks a table that is wider than the text."""
         whole = self.frame.to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}",
                                     multicolumn_format="c")  # fmt: skip
         whole = whole.replace(r"\begin{tabular}", rf"\centering\resizebox{{{FITTING}}}{{!}}{{\begin{{tabular}}")
@@ -56,7 +59,7 @@ class Table:
 
 
 def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()) -> Table:
-    """A table without the columns that have no value in any row. A key of two parts is a column of two levels."""
+    """A table of ``rows``, without the columns that are empty. A key of two parts is a column of two levels."""
     frame = pd.DataFrame(rows, dtype=object).fillna(NONE).map(lambda cell: one_line(str(cell)))
     if isinstance(frame.columns[0], tuple):
         frame.columns = pd.MultiIndex.from_tuples(frame.columns)
@@ -64,70 +67,75 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ours
+# Of runs
 
 
 def run_tables(found: Runs) -> list[Table]:
-    """All tables of runs, those that matter most first."""
+    """All tables of runs, the most important ones first."""
     return [*pairs_table(found), groups_table(found), *settings_table(found), runs_table(found)]
 
 
 def headline(found: Runs) -> Table:
     """The result of a single run, and what it took."""
-    run, told = found.runs.iloc[0], {}
-    parameters = NONE if pd.isna(run.parameters) else amount(run.parameters)
-    told["Model"] = f"{run.scale}, {run.label}, {parameters} parameters, {run.shared['precision.name']}"
-    told["Text"] = run.start.get("text", NONE)
-    told["Updates"] = f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens with padding"
-    told["Evaluation loss"] = cell(run.loss, ".4f") if run.state != "unfinished" else NONE
-    told["Perplexity"] = cell(run.ppl, ",.2f")
-    told["Perplexity (convention)"] = cell(run.convention, ",.2f")
-    told["Training took"] = f"{timedelta(seconds=round(run.seconds))} on {run.machine}"
-    told["Speed"] = NONE if pd.isna(run.speed) else f"{run.speed:,.0f} tokens/s"
-    told["MFU"] = cell(run.mfu, ".1%")
-    told["Memory"] = NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak of a rank"
+    run = found.runs.iloc[0]
+    told = {
+        "Model": f"{run.scale}, {run.label}, {_amount(run.parameters, 3)} parameters, {run.shared['precision.name']}",
+        "Text": run.start.get("text", NONE),
+        "Updates": f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens with padding",
+        "Evaluation loss": NONE if run.state == "unfinished" else digits(run.loss, ".4f"),
+        "Perplexity": digits(run.ppl, ",.2f"),
+        "Perplexity (convention)": digits(run.convention, ",.2f"),
+        "Training took": f"{timedelta(seconds=round(run.seconds))} on {run.machine}",
+        "Speed": NONE if pd.isna(run.speed) else f"{run.speed:,.0f} tokens/s",
+        "MFU": digits(run.mfu, ".1%"),
+        "Memory": NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak of a rank",
+    }
     rows = [{"": name, "Result": value} for name, value in told.items() if value != NONE]
     notes = ["The evaluation is of validation text after the last update, in nats per token."]
-    notes += [CONVENTION] if told["Perplexity (convention)"] != NONE else []
-    return table("headline", "Result", rows, notes)
+    return table("headline", "Result", rows, notes + _about_convention(found))
 
 
 def groups_table(found: Runs) -> Table:
-    """A row for each group: its setting, cost and results; at each scale the best first, in bold if it has rivals."""
-    rows, best = [], {}
-    means = {group.key: ended(of).ppl.mean() for group, of in found.groups()}  # infinite, and last, if none has ended
-    means = {key: math.inf if math.isnan(mean) else mean for key, mean in means.items()}
-    order = sorted(found.groups(), key=lambda pair: (pair[0]["size"], pair[0].scale, means[pair[0].key]))
-    for group, _ in order:
-        best.setdefault(group.scale, []).append(group.key)
+    """A row for each group: its setting, cost and results. The best of a scale is first, and bold if it has rivals."""
+
+    def place(pair: tuple[pd.Series, pd.DataFrame]) -> tuple:
+        mean = ended(pair[1]).ppl.mean()  # infinite if a run diverged
+        return pair[0]["size"], pair[0].scale, math.inf if math.isnan(mean) else mean
+
+    rows, order, best = [], sorted(found.groups(), key=place), {}
+    rivals = Counter(group.scale for group, _ in order)
     for group, of in order:
-        ppl, rivals = spread(ended(of).ppl), best[group.scale]
+        ppl = spread(ended(of).ppl)
+        is_best = best.setdefault(group.scale, group.key) == group.key
         rows.append({
             "Scale": group.scale,
             "Method": group.label,
-            "Seeds": ", ".join(map(str, of.seed[of.state == "finished"])),
-            "PPL": f"**{ppl}**" if len(rivals) > 1 and rivals[0] == group.key and ppl[0].isdigit() else ppl,
+            "Seeds": ", ".join(of.seed[of.state == "finished"]),
+            "PPL": f"**{ppl}**" if is_best and rivals[group.scale] > 1 and ppl[0].isdigit() else ppl,
             "PPL (convention)": spread(ended(of).convention),
             "Tokens": _amount(of.tokens.max()),
             "Parameters": _amount(of.parameters.max()),
-            "FLOPs": cell(of.flops.max(), ".2e"),
+            "FLOPs": digits(of.flops.max(), ".2e"),
             "Precision": group.shared["precision.name"],
             "Packing": group.shared["data.packing"],
-            "lr": cell(group.lr, "g"),
+            "lr": digits(group.lr, "g"),
         })  # fmt: skip
-    notes = [
+    note = (
         "Mean ± standard deviation (seeds). The best of a scale is bold. Tokens count padding, up to the last update."
-    ]
-    notes += [CONVENTION] if found.runs.convention.notna().any() else []
-    return table("groups", "What was trained", rows, notes)
+    )
+    return table("groups", "What was trained", rows, [note, *_about_convention(found)])
 
 
-def _amount(number: float) -> str:
-    return NONE if pd.isna(number) else amount(number, 4)
+def _about_convention(found: Runs) -> list[str]:
+    return [CONVENTION] if found.runs.convention.notna().any() else []
+
+
+def _amount(value: float, places: int = 4) -> str:
+    return NONE if pd.isna(value) else amount(value, places)
 
 
 def settings_table(found: Runs) -> Iterator[Table]:
-    """The keys in which groups differ, with the values of each; nothing of a single group."""
+    """The keys in which groups differ, with the values of each; nothing for a single group."""
     settings = {f"{group.scale} {group.label}": group.shared for group, _ in found.groups()}
     if keys := differing(settings.values()):
         rows = [{"Key": key} | {name: str(of.get(key, NONE)) for name, of in settings.items()} for key in keys]
@@ -135,7 +143,7 @@ def settings_table(found: Runs) -> Iterator[Table]:
 
 
 def pairs_table(found: Runs) -> Iterator[Table]:
-    """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without such a pair."""
+    """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without a pair."""
     plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
     rows, notes = [], ["Differences are between runs with the same seed: mean ± standard deviation."]
     for group, of in found.groups():
@@ -150,18 +158,18 @@ def pairs_table(found: Runs) -> Iterator[Table]:
             "Δ PPL": spread(differences_by_seed(without.ppl, with_dlr.ppl), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
-            seeds = ", ".join(odd)
-            notes.append(f"{group.label} at {group.scale}: without a partner, and not in the difference: seed {seeds}")
+            what = "without a partner, and not in the difference"
+            notes.append(f"{group.label} at {group.scale}: {what}: seed {', '.join(odd)}")
     if rows:
         yield table("pairs", "DLR by backbone: what it changes", rows, notes)
 
 
 def runs_table(found: Runs) -> Table:
-    """Each run: how far it came, and what it took."""
+    """Each run: its progress, and what it took."""
     rows = [
         {"Run": run.folder, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
-         "Loss": cell(run.loss, ".4f"), "PPL": cell(run.ppl, ",.2f"), "tokens/s": cell(run.speed, ",.0f"),
-         "MFU": cell(run.mfu, ".3f"), "GB a rank": cell(run.memory, ".2f"), "Machine": run.machine}
+         "Loss": digits(run.loss, ".4f"), "PPL": digits(run.ppl, ",.2f"), "tokens/s": digits(run.speed, ",.0f"),
+         "MFU": digits(run.mfu, ".3f"), "GB a rank": digits(run.memory, ".2f"), "Machine": run.machine}
         for run in found.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
     notes = ["Memory is the peak of a rank. Compare speed and memory only within a machine."]
@@ -172,7 +180,7 @@ def runs_table(found: Runs) -> Table:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The paper's figures, and our recipes for them
+# The paper's numbers, and our recipes for its methods
 
 
 @cache
@@ -182,14 +190,14 @@ def published(name: str) -> pd.DataFrame:
 
 
 def printed(name: str, method: str, scale: str) -> dict | None:
-    """What a table prints for a method at a scale, by column; None if nothing."""
+    """What the table ``name`` prints for a method at a scale, by column; None if it has no such row."""
     table = published(name)
     rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
     return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
 
 
 def recipe(method: str) -> list[str]:
-    """The overrides of our recipe for a method of the paper, such as cola+dlr: its own, or ``experiment=paper``."""
+    """The overrides of our recipe for a method such as cola+dlr: its own experiment, or else ``experiment=paper``."""
     base, _, residual = method.partition("+")
     own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
     words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]

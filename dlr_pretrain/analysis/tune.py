@@ -1,14 +1,14 @@
 """Compares methods, each at its best learning rate of a grid that ``scripts/tune.py`` trains.
 
-One half of the validation text (A) chooses a method's rate, the other half (B) is reported. Methods are compared with
-the first one, seed by seed. The result is one mapping, as in ``tune.json``:
+One half of the validation text (A) chooses a method's rate, and the other half (B) is reported. Methods are compared
+with the first one, seed by seed. The result is one mapping, as in ``tune.json``:
 
-    design        methods, rates (ascending), seeds, fresh (seeds of --confirm, which alone are reported)
-    trials        of each run: method, lr, seed, run, state, tokens, and loss_a and loss_b of a complete one
-    chosen        of each method: lr (null if none can be chosen), losses (on B by seed; null if it diverged), reason
-    comparisons   of each other method: against, method, by_seed, difference, better ("none shown", or null), reason
+    design        methods, rates (ascending), seeds, fresh (the seeds of --confirm; only these are reported)
+    trials        for each run: method, lr, seed, run, state, tokens, loss_a and loss_b (null unless it is complete)
+    chosen        for each method: lr (null if none can be chosen), losses (on B by seed; null if diverged), reason
+    comparisons   for each other method: against, method, by_seed, difference, better ("none shown", or null), reason
 
-Losses are in nats per token; a difference is a method's loss minus the first method's, so a negative one favours the
+Losses are in nats per token. A difference is a method's loss minus the first method's, so a negative one favours the
 method.
 """
 
@@ -41,12 +41,12 @@ ENDED = ("complete", "diverged")
 
 
 def own_words(run: PlannedRun) -> tuple[str, ...]:
-    """The overrides that a run shares with all runs of its method, which differ in train.lr and seed alone."""
+    """The overrides that define a run's method: all but train.lr and seed."""
     return tuple(word for word in run.line.words if key_of(word) not in ("train.lr", "seed"))
 
 
 def method_names(runs: Sequence[PlannedRun]) -> dict[tuple[str, ...], str]:
-    """The name of each method by its own words: as in reports. Where several have one name, words are added."""
+    """The name of each method by its own words, as in reports. Where methods share a name, it ends with their words."""
     names, found = {}, {}
     for run in runs:
         names[own_words(run)] = method_name(run.cfg.backbone.name, run.cfg.dlr.name, run.cfg.optimizer.name)
@@ -58,7 +58,7 @@ def method_names(runs: Sequence[PlannedRun]) -> dict[tuple[str, ...], str]:
 
 
 def grid(names: dict[tuple[str, ...], str], runs: Sequence[PlannedRun], fresh: Sequence[int]) -> dict:
-    """The design; raises UserError if the methods do not compare."""
+    """The design. Raises UserError if the methods cannot be compared."""
     cells = {(names[own_words(run)], run.cfg.train.lr, run.cfg.seed): run for run in runs}
     rates, seeds = sorted({lr for _, lr, _ in cells}), list(dict.fromkeys(seed for _, _, seed in cells))
     for method, lr, seed in product(names.values(), rates, seeds):
@@ -73,7 +73,7 @@ def grid(names: dict[tuple[str, ...], str], runs: Sequence[PlannedRun], fresh: S
 
 
 def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
-    """Raises UserError if one of the ``keys`` that decide what is evaluated is not the same in all ``identities``."""
+    """Raise UserError if ``identities`` differ in one of the ``keys`` that decide what is evaluated."""
     first = next(iter(identities), "")
     for other, key in product(identities, keys):
         if identities[other].get(key) != identities[first].get(key):
@@ -82,7 +82,7 @@ def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
 
 
 def trial_of(method: str, run: PlannedRun, state: str) -> dict:
-    """A run as ``trials`` describe it; one whose last loss is not finite has diverged."""
+    """A run as an entry of ``trials``. It has diverged if its last loss is not finite."""
     train = run.cfg.train
     found = {"method": method, "lr": train.lr, "seed": run.cfg.seed, "run": str(run.dir), "state": state}
     found["tokens"] = train.steps * train.global_batch * train.seq_len
@@ -107,9 +107,9 @@ def trial_of(method: str, run: PlannedRun, state: str) -> dict:
 
 
 def compare(design: dict, trials: Sequence[dict]) -> dict:
-    """Each method's rate and losses, and the differences from the first method, with verdicts.
+    """Each method's rate and losses, its difference from the first method, and the verdict.
 
-    A method is better if the interval of the mean difference excludes zero. All intervals hold together at LEVEL
+    A method is better if the interval of the mean difference excludes zero. All intervals together hold at LEVEL
     (Bonferroni).
     """
     chosen = {method: choose(design, trials, method) for method in design["methods"]}
@@ -124,7 +124,7 @@ def compare(design: dict, trials: Sequence[dict]) -> dict:
             difference = estimate(list(by_seed.values()), 1 - (1 - LEVEL) / len(others))
             low, high = difference["low"], difference["high"]
             if low is None:
-                reasons = ["one seed says nothing of what another would give"]
+                reasons = ["one seed says nothing about what another would give"]
             else:
                 better = method if high < 0 else first if low > 0 else "none shown"
         found = {"against": first, "method": method, "by_seed": by_seed, "difference": difference}
@@ -135,7 +135,7 @@ def compare(design: dict, trials: Sequence[dict]) -> dict:
 def choose(design: dict, trials: Sequence[dict], method: str) -> dict:
     """The rate with the lowest mean loss on half A over the seeds of the grid, and the losses on half B at this rate.
 
-    A rate with a diverged run is not chosen. ``reason`` says why nothing can be said of the method yet, or at all.
+    A rate with a diverged run is not chosen. ``reason`` says why there is no result for the method, or not yet.
     """
     ended = {(t["lr"], t["seed"]): t for t in trials if t["method"] == method and t["state"] in ENDED}
     cells = list(product(design["rates"], design["seeds"]))
@@ -150,13 +150,13 @@ def choose(design: dict, trials: Sequence[dict], method: str) -> dict:
         return {"lr": None, "losses": {}, "reason": "every rate has a run that diverged"}
     best, reported = min(means, key=means.__getitem__), design["fresh"] or design["seeds"]
     held_out = {seed: ended[best, seed]["loss_b"] for seed in reported if (best, seed) in ended}
-    lost = [str(seed) for seed in reported if held_out.get(seed) is None]  # a seed is never left out of a mean
+    lost = [str(seed) for seed in reported if held_out.get(seed) is None]  # no mean leaves a seed out
     reason = f"no loss at its chosen rate with seed {', '.join(lost)}" if lost else ""
     return {"lr": best, "losses": held_out, "reason": reason}
 
 
 def estimate(values: Sequence[float], level: float) -> dict:
-    """The mean of at least one value, with its interval at ``level`` by Student's t; None for what one value lacks."""
+    """The mean of ``values`` with its interval at ``level`` by Student's t; one value has no interval (None)."""
     from scipy.stats import t
 
     n, mean = len(values), statistics.fmean(values)
@@ -167,11 +167,11 @@ def estimate(values: Sequence[float], level: float) -> dict:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Words
+# The report
 
 
 def methods_table(found: dict) -> Table:
-    """Each method at its own rate, with its difference from the first, and the verdict."""
+    """Each method at its own rate, with its difference from the first method, and the verdict."""
     rows, verdicts = [], {c["method"]: c for c in found["comparisons"]}
     for method, choice in found["chosen"].items():
         rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
@@ -186,8 +186,8 @@ def methods_table(found: dict) -> Table:
         rows.append(row)
     note = (
         "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
-        "Differences are in nats/token from the first method, between runs with the same seed, with intervals by "
-        "Student's t; negative: the row's method is better. It is called so if the interval excludes zero."
+        "Differences are in nats/token from the first method, between runs with the same seed; a negative one favours "
+        "the row's method. Intervals are by Student's t. A method is called better if its interval excludes zero."
     )
     return table("tune", "Each method at its own learning rate, on half of the validation text", rows, [note])
 

@@ -1,4 +1,4 @@
-"""Runs on this machine, several at once: each is a process of ``train.py`` with a log and, if there are any, a GPU."""
+"""Train runs on this machine, several at once: each is a process of ``train.py`` with a log and, if possible, a GPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LOG = "local.log"  # in the run directory
 
 
 def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], None]) -> None:
-    """Train ``runs``, ``at_once`` at a time; print how each has ended, and call ``after_each``.
+    """Train ``runs``, ``at_once`` at a time. Print how each has ended, then call ``after_each``.
 
-    After a signal it waits until the running ones have saved, and raises Stopped. If ``after_each`` raises, the running
+    After a signal, wait until the running ones have saved, and raise Stopped. If ``after_each`` raises, the running
     ones are asked to stop.
     """
     waiting, slots, asked = list(runs), list(range(at_once)), []
@@ -66,9 +66,9 @@ def _start(run: PlannedRun, slot: int, at_once: int) -> subprocess.Popen:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     words = [*run.line.words]
     if 0 < len(gpus) < at_once and run.cfg.train.micro_batch == "auto":
-        words.append("train.micro_batch=null")  # each would take all that the others have not yet taken
+        words.append("train.micro_batch=null")  # or each would take all the memory that is free
     run.dir.mkdir(parents=True, exist_ok=True)
-    with open(run.dir / LOG, "ab") as out:  # its own group: Ctrl-C at the terminal reaches the run once, by ``stop``
+    with open(run.dir / LOG, "ab") as out:  # its own group: Ctrl-C reaches the run only by ``stop``
         return subprocess.Popen(
             [sys.executable, *TRAIN, *words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, process_group=0,

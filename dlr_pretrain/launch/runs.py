@@ -1,9 +1,9 @@
-"""A table of runs: from overrides with several values, or a runs file, to one checked configuration per run.
+"""A table of runs: one checked configuration for each, from overrides with several values, a runs file, or both.
 
-A runs file has one run per line: the arguments of ``train.py``, quoted as for a shell, which does not read them. Lines
+A runs file has one run per line: the arguments of ``train.py``, quoted as for a shell but not expanded by one. Lines
 that begin with ``#`` are comments.
 
-    python -m dlr_pretrain.launch.runs FILE N     the arguments of the N-th run, each ended by a zero byte
+    python -m dlr_pretrain.launch.runs FILE N     prints the arguments of the N-th run, each followed by a zero byte
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import multiprocessing
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
@@ -23,14 +24,16 @@ from dlr_pretrain.config.command_line import jobs, key_of, read, session
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 
-USELESS = ("no such key", "would be ignored")  # rules of problems with an override that a run has no use for
+USELESS = ("no such key", "would be ignored")  # how the problem of an override that a run cannot use begins
+Given, Found = TypeVar("Given"), TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Line:
-    """The overrides of one run. ``origin`` is their place, for messages.
+    """The overrides of one run.
 
-    ``shared`` are the keys that a whole table was given, which need not exist in each of its runs.
+    ``origin`` says where they stand, for messages. ``shared`` holds the keys that the whole table was given; a run that
+    lacks such a key goes without it.
     """
 
     origin: str
@@ -55,7 +58,7 @@ class PlannedRun:
 
 
 def read_table(words: Sequence[str]) -> list[Line]:
-    """The runs that a command line names: by overrides with several values, by a runs file, or by both."""
+    """The runs that a command line names by overrides with several values, by a runs file, or by both."""
     files = [word for word in words if "=" not in word and not word.startswith("~")]
     lines = expand([word for word in words if word not in files])
     if len(files) > 1:
@@ -68,7 +71,7 @@ def read_lines(path: Path) -> list[Line]:
     lines = []
     try:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if words := () if text.lstrip().startswith("#") else tuple(shlex.split(text)):
+            if not text.lstrip().startswith("#") and (words := tuple(shlex.split(text))):
                 lines.append(Line(f"{path}:{number}", words))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a runs file: {first_line(error)}") from None
@@ -93,8 +96,8 @@ def expand(words: Sequence[str]) -> list[Line]:
 def combine(lines: list[Line], others: list[Line], axes: Collection[str] | None = None) -> list[Line]:
     """Each of ``lines`` with the overrides of each of ``others``.
 
-    An override of one of ``axes`` selects: it keeps the lines with this value. None: the keys that a line sets itself
-    select. Any other replaces the line's own, and is for the lines that have its key: see ``load_runs``.
+    An override of a key in ``axes`` (None: of a key that the line sets itself) selects the lines with this value. Any
+    other replaces the line's own, and applies to the runs that have its key: see ``load_runs``.
     """
     found, asked = [], set()
     for line in lines:
@@ -113,25 +116,18 @@ def combine(lines: list[Line], others: list[Line], axes: Collection[str] | None 
 
 
 def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
-    """The runs, each checked as ``train.py`` would check it.
+    """The runs, each checked as ``train.py`` checks it.
 
-    With ``machine``, this machine will train each in one process: its files, packages and compiler are checked, too.
-    Without, a job will, whose ranks are not known. Raises one ConfigError with every problem, named at its first line;
-    two lines with one run directory are a problem, too. A run leaves out shared overrides that it has no use for, but
-    one that no run uses is a problem.
+    With ``machine``, this machine will train each in one process, so its files, packages and compiler are checked, too.
+    Without, a job with an unknown number of ranks will train them. A run leaves out shared overrides that it cannot
+    use. Raises one ConfigError with every problem, each named at its first line; a shared override that no run uses is
+    a problem, and so are two lines with one run directory.
     """
-    check = partial(_load, machine=machine)
-    if len(lines) <= 16:  # less than starting processes takes
-        found = list(map(check, lines))
-    else:
-        with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
-            found = list(pool.map(check, lines, chunksize=4))
+    found = map_on_cores(partial(_load, machine=machine), lines, fewest=17)
     problems: dict[str, Problem] = {}
     first: dict[Path, Line] = {}
-    answers = []
     used = {key_of(word) for line, _, _ in found for word in line.words}
     for given, (line, answer, left_out) in zip(lines, found, strict=True):
-        answers.append((line, answer))
         if unused := [problem for problem in left_out if problem.key not in used]:
             answer = ConfigError(unused)
         if isinstance(answer, Config) and (same := first.setdefault(Path(answer.run.dir).resolve(), line)) is not line:
@@ -141,11 +137,19 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
             problems.setdefault(str(problem), replace(problem, key=f"{given.origin}: {problem.key}"))
     if problems:
         raise ConfigError(list(problems.values()))
-    return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(answers, 1)]
+    return [PlannedRun(i, line, cfg) for i, (line, cfg, _) in enumerate(found, 1)]
+
+
+def map_on_cores(function: Callable[[Given], Found], items: Sequence[Given], fewest: int) -> list[Found]:
+    """``function`` of each item, in one process for fewer than ``fewest`` items, because starting more takes time."""
+    if len(items) < fewest:
+        return list(map(function, items))
+    with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(function, items))
 
 
 def _load(line: Line, machine: bool) -> tuple[Line, Config | ConfigError, list[Problem]]:
-    """The line without the shared overrides that its run has no use for, what it gives, and their problems."""
+    """The line without the shared overrides that its run cannot use, its configuration or error, and their problems."""
     left_out: list[Problem] = []
     while True:
         try:

@@ -1,9 +1,9 @@
-"""The state of a run: what it says of itself in ``manifest.json``, its heartbeat, and its job in the queue of SLURM.
+"""The state of a run, from its ``manifest.json``, its heartbeat, and its job in SLURM's queue.
 
-    python -m dlr_pretrain.launch.state scale=1b dlr=on     the step last saved, for slurm/train.sbatch; 0 if none is
+    python -m dlr_pretrain.launch.state scale=1b dlr=on     prints the last saved step, or 0, for slurm/train.sbatch
 
-The job that was queued last for a run is noted in ``<run>/job.json`` as {"time", "job", "log"}, with ``job`` the id of
-the array task, such as ``12_3``.
+``<run>/job.json`` holds the job that was queued last for a run as {"time", "job", "log"}; ``job`` is the id of the
+array task, such as ``12_3``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import EXPIRY, NUMBER, read_beat, read_json, read_metrics
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
-DUE = ("failed", "stopped", "not started")  # states of the runs that are queued or trained
+DUE = ("failed", "stopped", "not started")  # a run in one of these states is queued or trained
 JOB = "job.json"
-JOBS = next(folder for folder in (PACKAGE / "slurm", PACKAGE.parent / "slurm") if folder.is_dir())  # the batch scripts
+
+
+def shipped(name: str) -> Path:
+    """A folder of the wheel or of a checkout, relative to the working directory if it is below it."""
+    folder = next(folder for folder in (PACKAGE / name, PACKAGE.parent / name) if folder.is_dir())
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 @dataclass(frozen=True)
 class Status:
-    """One of ``STATES``, the reason, and the last numbers of ``metrics.jsonl`` (None if there are none)."""
+    """One of ``STATES``, the reason, and the last numbers of ``metrics.jsonl`` (None if it has none)."""
 
     state: str
     reason: str = ""
@@ -48,7 +53,7 @@ class Status:
 
 
 def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
-    """The status of ``run``; ``queue`` has SLURM's state of each job."""
+    """The status of ``run``; ``queue`` maps the id of each job to SLURM's state."""
     last = next(reversed(read_metrics(run.dir / "metrics.jsonl")), {})
     try:
         state, reason = _state(run, queue)
@@ -79,33 +84,33 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
 
 
 def last_job(run_dir: Path) -> dict:
-    """What is noted of the job that was queued last for a run; empty if nothing is."""
+    """The job that was queued last for a run, as in ``job.json``; empty if none is noted."""
     with suppress(FileNotFoundError, ValueError):
         return read_json(run_dir / JOB, {"time": NUMBER, "job": str, "log": str})
     return {}
 
 
 def last_saved(run_dir: Path) -> int:
-    """The step of the last checkpoint that the run in ``run_dir`` has made; 0 if it has made none."""
+    """The step of the last checkpoint that the run in ``run_dir`` has made itself; 0 if it has made none."""
     record = read_record(run_dir)
     saved = record.get("saved", 0)
     return 0 if saved == record.get("started_from", {}).get("step") else saved
 
 
 def queue() -> dict[str, str]:
-    """SLURM's state of each of this user's jobs, by id; array tasks are separate. Raises UserError if none answers."""
+    """SLURM's state of each job and array task of this user, by id. Raises UserError without a SLURM that answers."""
     said = ask("squeue", "--me", "--array", "--noheader", "--format=%i %T")
     return dict(line.split() for line in said.splitlines())
 
 
 def ask(*command: str) -> str:
-    """What a command of SLURM prints; raises UserError if there is none, or if it fails."""
+    """What a command of SLURM prints; raises UserError if the command is missing or fails."""
     if shutil.which(command[0]) is None:
         raise UserError(f"no SLURM here: {command[0]} is not on PATH. --local trains on this machine")
-    # inside a job, the new job would inherit that job's variables and take them for its own
+    # inside a job, the new job would inherit this job's variables and take them for its own
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     environment.setdefault("PYTHON", sys.executable)
-    environment["DLR_SLURM"] = str(JOBS)
+    environment["DLR_SLURM"] = str(shipped("slurm").absolute())
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{command[0]} failed with exit code {done.returncode}: {' '.join(done.stderr.split())}")

@@ -1,4 +1,4 @@
-"""A table of runs as a command line gives it: show how the runs stand, and queue or train those that are due."""
+"""Show the states of a table of runs, and queue or train those that are due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, JOB, JOBS, STATES, ask, last_job, queue, status_of
+from dlr_pretrain.launch.state import DUE, JOB, STATES, Status, ask, last_job, queue, shipped, status_of
 from dlr_pretrain.util.errors import Parser, UserError, at_least_1, write_to_stderr
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.secrets import redact
@@ -26,32 +26,33 @@ def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
         name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("what", nargs="+", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own options, as of train.py")
-    parser.add_argument("--status", "--dry-run", action="store_true", help="show how the runs stand and what is due")
-    parser.add_argument("--local", action="store_true", help="train on this machine")
-    parser.add_argument("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
+    add = parser.add_argument
+    add("what", nargs="+", help="a runs file, and overrides of train.py in Hydra's sweep grammar")
+    add("--config-dir", metavar="DIR", help="a folder of your own options, as for train.py")
+    add("--status", "--dry-run", action="store_true", help="show the states of the runs, and which are due")
+    add("--local", action="store_true", help="train on this machine")
+    add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
     return parser
 
 
-def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a command, and those for sbatch, which follow a lone ``--``."""
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command. Those of sbatch, which follow a lone ``--``, are ``for_sbatch``."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    given, for_sbatch = parser.parse_intermixed_args(argv[:cut]), list(argv[cut + 1 :])
-    if given.local and for_sbatch:
+    given = parser.parse_intermixed_args(argv[:cut])
+    given.for_sbatch = argv[cut + 1 :]
+    if given.local and given.for_sbatch:
         parser.error("--local has no use for options of sbatch")
     if given.config_dir:
         given.what.append(f"--config-dir={given.config_dir}")
-    return given, for_sbatch
+    return given
 
 
 def start(
-    runs: Sequence[PlannedRun], given: argparse.Namespace, for_sbatch: list[str],
-    after_each: Callable[[], None] = lambda: None,
-) -> dict[str, str]:  # fmt: skip
-    """Show how ``runs`` stand, and queue or train those that are due; returns SLURM's state of each job.
+    runs: Sequence[PlannedRun], given: argparse.Namespace, after_each: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """Show the states of ``runs``, and queue or train those that are due; returns SLURM's state of each job.
 
-    ``after_each`` is called whenever a run has ended on this machine.
+    ``after_each`` is called after each run that has ended on this machine.
     """
     jobs: dict[str, str] = {}
     try:
@@ -64,43 +65,41 @@ def start(
     for run, at in zip(runs, stands, strict=True):
         own = [word for word in run.line.words if not all(word in other.line.words for other in runs)]
         print(f"{run.number:>3}  {run.dir}: {at}" + (f"  ({shlex.join(own)})" if own else ""))
-    counts = Counter(at.state for at in stands)
-    said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    print(f"{plural(len(runs), 'run')}: {said}", flush=True)
+    print(f"{plural(len(runs), 'run')}: {counted(stands)}", flush=True)
     due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
     if due and given.local and not given.status:
         train(due, given.limit or 1, after_each)
     elif due and not given.local:
-        print(submit(runs, due, given, for_sbatch))
+        print(submit(runs, due, given))
         jobs |= {last_job(run.dir).get("job", ""): "PENDING" for run in due if not given.status}
     return jobs
 
 
-def submit(
-    runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argparse.Namespace, options: Sequence[str]
-) -> str:
-    """Queue an array job that trains those of ``runs`` that are ``due``, and note its tasks in the run directories.
+def counted(stands: Sequence[Status]) -> str:
+    """How many runs are in each state: 3 complete, 1 running."""
+    counts = Counter(at.state for at in stands)
+    return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
 
-    Returns a line about it.
+
+def submit(runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argparse.Namespace) -> str:
+    """Queue an array job for those of ``runs`` that are ``due``, and note its tasks in the run directories.
+
+    Returns a line for the user.
     """
     name = next((Path(word).stem for word in given.what if "=" not in word), "matrix")
     text = "".join(f"{run.line}\n" for run in runs)
-    # named by its content: another table must not overwrite the file that queued tasks will read
+    # named by its content, because another table must not overwrite the file that queued tasks will read
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     tasks = ranges([run.number for run in due]) + (f"%{given.limit}" if given.limit else "")
-    own = [
-        f"--array={tasks}",
-        f"--job-name={name}",
-        f"--output={str(folder).replace('%', '%%')}/%A_%a.log",
-    ]  # last, so that they hold
-    here = Path.cwd()
-    jobs = JOBS.relative_to(here) if JOBS.is_relative_to(here) else JOBS
-    command = ["sbatch", "--parsable", *options, *own, f"{jobs}/array.sbatch", f"{folder}/runs.txt"]
+    logs = str(folder).replace("%", "%%") + "/%A_%a.log"
+    own = [f"--array={tasks}", f"--job-name={name}", f"--output={logs}"]  # behind the user's, which they overrule
+    files = [f"{shipped('slurm')}/array.sbatch", f"{folder}/runs.txt"]
+    command = ["sbatch", "--parsable", *given.for_sbatch, *own, *files]
     if given.status:
         return f"Would submit {len(due)} of {len(runs)}: {redact(shlex.join(command))}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.txt").write_text(text, encoding="utf-8")
-    for run in due:  # fail before queueing: a job that is not noted would be queued again
+    for run in due:  # fail before queueing: a job without a note would be queued again
         run.dir.mkdir(parents=True, exist_ok=True)
         (run.dir / JOB).touch()
     job = ask(*command).strip().split(";")[0]
@@ -112,7 +111,7 @@ def submit(
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as SLURM takes them: 1-4,7."""
+    """Ascending numbers in the notation of SLURM: 1-4,7."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -1,4 +1,4 @@
-"""A scheduler for the tests, with two nodes on this machine, where its daemons are installed."""
+"""A scheduler for the tests, with two nodes on this machine, if its daemons are installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "squeue", "scontrol", "scancel")
 
-# Two nodes on this machine. Names that resolve here as they are, since ranks meet by them. A requeued job waits for
+# Two nodes on this machine. Their names must resolve here, because ranks meet by them. A requeued job waits for
 # cred_expire + 1 seconds, two minutes by default.
 CONF = """
 ClusterName=tests
@@ -50,7 +50,7 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @pytest.fixture(scope="session", autouse=True)
 def scheduler(tmp_path_factory):
-    """Skips where none can be started."""
+    """Start the scheduler, or skip the tests if it cannot be started."""
     if os.getuid() != 0 or not all(map(shutil.which, PROGRAMS)):
         pytest.skip(f"no SLURM here: only root can start one, with {', '.join(PROGRAMS)}")
     root = tmp_path_factory.mktemp("scheduler")

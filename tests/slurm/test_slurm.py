@@ -1,4 +1,4 @@
-"""Runs through a real scheduler, with what a cluster does to them."""
+"""Runs under a real scheduler, with preemptions, killed ranks and lost nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quietly(*command: str) -> None:
 
 @pytest.fixture(autouse=True)
 def idle():
-    """Cancels what a test leaves in the queue, and waits for a node that it has set down."""
+    """Cancel the jobs that a test leaves in the queue, and wait for a node that it has taken down."""
     before = queue().keys()
     yield
     for job in queue().keys() - before:
@@ -58,7 +58,7 @@ class Job:
         self.id = submitted.stdout.strip().split(";")[0]
 
     def facts(self, *names: str) -> tuple[str, ...]:
-        """What the scheduler knows of the job."""
+        """Fields of the job, from the scheduler."""
         said = ask("scontrol", "--oneliner", "show", "job", self.id).split()
         known = dict(word.split("=", 1) for word in said if "=" in word)
         return tuple(known[name] for name in names)
@@ -71,7 +71,7 @@ class Job:
         return next((record["step"] for record in reversed(read_metrics(self.run / "metrics.jsonl"))), 0)
 
     def processes(self) -> list[int]:
-        """What this start has on its nodes: node.sh, launch.py and the ranks, all on this machine."""
+        """The processes of this start: node.sh, launch.py and the ranks, all on this machine."""
         words = f"^(bash slurm/node.sh|[^ ]+ (scripts/launch.py|-u train.py)) .*run.dir={self.run}( |$)"
         return [int(pid) for pid in ask("pgrep", "--full", words).split()]
 
@@ -87,19 +87,19 @@ def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes):
     first = job.processes()
     ask("scancel", "--signal=USR1", "--batch", job.id)
 
-    def gone_while_told_so_again() -> bool:
-        """The end of a process is no time to die of another signal. The next start must not get one: hence by pid."""
+    def requeued_under_more_signals() -> bool:
+        """No signal may kill a process that is ending. They go to pids, because the next start must not get one."""
         for pid in first:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         return job.facts("Restarts") == ("1",)
 
-    job.wait(gone_while_told_so_again)
+    job.wait(requeued_under_more_signals)
     stopped_at = job.step()
     assert 20 <= stopped_at < STEPS, job.text()
 
     job.wait(lambda: last_saved(job.run) > stopped_at)
-    rank = f"-u [t]rain.py .*run.dir={job.run}"  # which is no part of this command's own words
+    rank = f"-u [t]rain.py .*run.dir={job.run}"  # does not match this command's own words
     step = ("srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1")
     ask(*step, "pkill", "-KILL", "--newest", "--full", "--", rank)
     job.wait()
@@ -148,7 +148,7 @@ def test_an_array_with_a_preemption_and_a_lost_node(words, tmp_path):
         assert status(number).state == "running", table()
 
     options = ("--", "--nodes=1", "--ntasks-per-node=2", "--mem=1G", "--time=10")
-    in_the_way = runs[2].dir / ".config.yaml.tmp"  # a hidden one: visible files of nobody's run are refused before
+    in_the_way = runs[2].dir / ".config.yaml.tmp"  # hidden: visible files that belong to no run are refused earlier
     in_the_way.mkdir(parents=True)
     assert "Submitted 4 of 4" in submit("--limit", "2", *options)
     wait_for_step(1)
@@ -163,7 +163,7 @@ def test_an_array_with_a_preemption_and_a_lost_node(words, tmp_path):
     in_the_way.rmdir()
     assert "Submitted 2 of 4" in submit(*options)
 
-    wait_for_step(3)  # it begins now; the fourth may have ended long ago
+    wait_for_step(3)  # it starts now; the fourth may have ended long ago
     node = ask("squeue", "--noheader", f"--jobs={job(3)}", "--format=%N").strip()
     ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     wait(lambda: restarts(3) == 1, table)

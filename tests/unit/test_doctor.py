@@ -1,4 +1,4 @@
-"""scripts/doctor.py: each check in its time, what it finds named with a fix, no run touched."""
+"""scripts/doctor.py: each check has a time limit, names what it finds with a fix, and touches no run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fail(error: Exception) -> str:
     (lambda: in_child(partial(fail, UserWarning("slow. Wait")), 600), (WARN, "slow. Wait")),
     (lambda: in_child(partial(str, "all is well"), 600), (OK, "all is well")),
 ])  # fmt: skip
-def test_a_check_that_hangs_crashes_or_raises_is_a_line(act, answer):
+def test_a_check_that_hangs_crashes_or_raises_is_one_line(act, answer):
     assert perform(0.3 if "0.3 s" in answer[1] else 600, act) == answer
 
 
@@ -57,8 +57,8 @@ def levels(text: str) -> dict[str, str]:
     return {name: level for level, name in re.findall(r"^(ok|warn|FAIL) +(\S+)", text, flags=re.MULTILINE)}
 
 
-def test_a_broken_tokenizer_is_told_and_the_rest_is_checked(words, tmp_path, capfd):
-    """The run that is there already stays as it is."""
+def test_a_broken_tokenizer_fails_and_the_rest_is_checked(words, tmp_path, capfd):
+    """The run that exists already stays as it is."""
     run_dir = tmp_path / "runs" / "mine"
     (run_dir / "checkpoints" / "step_00000005").mkdir(parents=True)
     (run_dir / "manifest.json").write_text('{"identity": {}, "starts": []}')
@@ -84,7 +84,7 @@ def test_two_ranks_are_checked_together(words, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_too_little_room_fails_and_what_the_run_has_saved_counts(words, tmp_path, monkeypatch):
+def test_free_space_includes_what_the_run_has_saved(words, tmp_path, monkeypatch):
     cfg, sizes = load(words(f"run.dir={tmp_path}/runs/a")), {"run": 10e6, "checkpoint": 1e6}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8e6))
     with pytest.raises(UserError, match=r"the run keeps 0\.01 GB\. Set run\.root to another disk"):
@@ -103,7 +103,7 @@ def test_the_planned_checkpoint_is_the_real_one(train, words, tmp_path):
     assert part.stat().st_size - header == pytest.approx(planned, rel=0.01)
 
 
-def test_the_tokenizer_is_held_against_the_model(words, corpus, tmp_path):
+def test_a_tokenizer_larger_than_the_model_fails(words, corpus, tmp_path):
     cfg = load(words(f"run.dir={tmp_path}/run"))
     with Ranks(cfg) as ranks:
         assert f"{corpus}" in RankChecks(cfg, ranks).data()

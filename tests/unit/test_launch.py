@@ -1,4 +1,4 @@
-"""Tables of runs: expansion, checks, ranks, states, submission, and runs on this machine. SLURM is a few stand-ins."""
+"""Tables of runs: expansion, checks, ranks, states, submission, and runs on this machine. Stand-ins replace SLURM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def note(run: PlannedRun, **job: object) -> None:
 
 
 def write_state(run: PlannedRun, name: str, reason: str = "", saved: int = 10) -> None:
-    """What a run leaves that says of itself how it stands."""
+    """Write what a run records of its own state."""
     run.dir.mkdir(parents=True, exist_ok=True)
     update_record(run.dir, {"identity": identity(run.cfg), "saved": saved})
     record_state(run.dir, name, reason)
@@ -59,7 +59,7 @@ def test_a_matrix_is_the_product_of_its_values_in_order(tmp_path):
     assert to_dict(run.cfg) == to_dict(load(list(lines[-1].words), machine=False))
 
 
-def test_a_runs_file_has_comments_and_quotes_and_no_shell(tmp_path):
+def test_a_runs_file_has_comments_and_quotes_but_no_shell(tmp_path):
     path = tmp_path / "my.runs"
     path.write_text("# it's a comment\n\n  seed=1\n'data.train_files=/a b/*.gz' run.dir=a#b $HOME\n")
     files, *rest = read_lines(path)[1].words
@@ -71,7 +71,7 @@ def test_a_runs_file_has_comments_and_quotes_and_no_shell(tmp_path):
             read_lines(path)
 
 
-def test_all_problems_of_all_lines_are_told_at_once(tmp_path):
+def test_all_problems_of_a_table_are_reported_at_once(tmp_path):
     path = tmp_path / "my.runs"
     lines = ["seed=1", "backbone=colla", "", "train.lrr=1", "train.lrr=1 seed=9", "seed=1", "-m seed=1"]
     path.write_text("\n".join([*lines, *(f"seed={i}" for i in range(20, 33))]))  # enough for processes
@@ -104,7 +104,7 @@ def test_an_override_selects_rows_or_is_added_to_them(scheduler, tmp_path, capsy
     assert not (scheduler / "asked").exists() and not (tmp_path / "runs").exists()
 
 
-def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, table, capsys):
+def test_only_due_runs_are_queued_and_each_is_noted(scheduler, table, capsys):
     words = [*table, "seed=1,2,3,4,5,6"]
     complete, waiting, failed, held, fresh, diverged = runs = loaded(words)
     write_state(complete, "complete", saved=20)
@@ -139,7 +139,7 @@ def test_without_a_scheduler_the_table_is_shown(table, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["complete", "stopped", "failed", "diverged"])
-def test_a_run_says_itself_how_it_ended(table, name):
+def test_a_run_records_how_it_ended(table, name):
     run, other = loaded([*table, "seed=1,2"])
     note(run, time=time.time() - 9, job="70_1", log="x")
     write_state(run, name, "a reason")
@@ -153,7 +153,7 @@ def test_a_run_says_itself_how_it_ended(table, name):
     assert status_of(other, {}).state == "not started"
 
 
-def test_a_silent_run_is_told_by_queue_heartbeat_and_job(table):
+def test_queue_heartbeat_and_job_tell_a_silent_runs_state(table):
     run = loaded(table)[0]
     assert status_of(run, {}) == Status("not started")
     note(run, time=time.time(), job="9_1", log="/the.log")
@@ -167,7 +167,7 @@ def test_a_silent_run_is_told_by_queue_heartbeat_and_job(table):
     assert status_of(run, {}) == Status("failed", "it ended without a word", 10, 3.9)
 
 
-def test_batch_scripts_ask_for_a_run_and_for_what_it_has_saved(tmp_path, capsys):
+def test_batch_scripts_get_a_runs_words_and_its_saved_step(tmp_path, capsys):
     def asked(module: str, *words: str) -> str:
         with patch("sys.argv", [module, *words]), pytest.raises(SystemExit):
             runpy.run_path(ROOT / f"dlr_pretrain/launch/{module}.py", run_name="__main__")
@@ -200,14 +200,14 @@ sys.exit(3)
 
 @pytest.fixture
 def four(tmp_path, monkeypatch):
-    """Words of four runs for a stand-in of train.py that fails, or with ``train.lr`` above 1 waits to be ended."""
+    """Words of four runs of a stand-in for train.py: it fails, or waits for a signal if ``train.lr`` is above 1."""
     (tmp_path / "train.py").write_text(STAND_IN)
     monkeypatch.setattr(local, "TRAIN", [str(tmp_path / "train.py")])
     return ["scale=tiny", "device=cpu", "seed=1,2,3,4", f"run.root={tmp_path}"]
 
 
 def test_local_runs_leave_logs_and_outcomes(four, tmp_path, monkeypatch, capsys):
-    """On two GPUs. What failed is tried again. Three at a time share a GPU, and do not each take all of its memory."""
+    """On two GPUs. Failed runs are tried again. Three at a time share a GPU, and none takes all of its memory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     for at_once, micro_batch in (("2", "None"), ("3", "null")):
         assert main([*four, "train.lr=0.001", "--local", "--limit", at_once]) == EXIT_FAILED
@@ -220,7 +220,7 @@ def test_local_runs_leave_logs_and_outcomes(four, tmp_path, monkeypatch, capsys)
         assert (run.dir / "local.log").read_text() == "error: the disk is full\n" * 2
 
 
-def test_a_signal_ends_what_runs_and_starts_nothing_more(four, tmp_path):
+def test_a_signal_stops_what_runs_and_starts_nothing(four, tmp_path):
     def ask() -> None:
         while not (tmp_path / "order").exists() or len((tmp_path / "order").read_text().splitlines()) < 2:
             time.sleep(0.02)

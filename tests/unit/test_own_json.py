@@ -44,7 +44,7 @@ READERS = {  # file: (a sound content, or None for any; its reader; the reader's
     "model.safetensors.index.json": ({"weight_map": {}}, pretrained, UserError),
     "result.json": (
         {"variants": [{"name": "a", "tokens_per_second": 1.0}]},
-        lambda folder: paper_views._result(folder / "result.json", {"variants": [paper_views.SPEED]}),
+        lambda folder: paper_views.read_result(folder / "result.json", {"variants": [paper_views.SPEED]}),
         UserError,
     ),
     "step_00000001/checkpoint.json": ({"format": 4}, damaged_checkpoint, "checkpoint.json is damaged"),

@@ -27,7 +27,7 @@ def config(*words: str, ranks: int = 1) -> Config:
 
 
 def test_the_folded_model_has_no_strengths_and_no_factors():
-    """learned alphas are gone, B that was frozen is a weight, LoRA and SLTrain are plain LLaMAs"""
+    """Learned alphas are gone, a frozen B is a weight, and LoRA and SLTrain are plain LLaMAs."""
     (plain, *_), (dense, *_), of_b = COUNTS["cola"], COUNTS["full"], 8 * 128 * (5 * 512 + 2 * 1376)
     for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - of_b)):
         found = parameters(config("backbone=cola", f"dlr={option}"), 32_000)
@@ -39,7 +39,7 @@ def test_the_folded_model_has_no_strengths_and_no_factors():
 
 @pytest.mark.full
 def test_the_papers_table_beside_our_recipes():
-    """Where a method has one setting, parameters and memory are the paper's; its memory is rounded part by part."""
+    """For methods with one setting, parameters and memory are the paper's, which rounds memory part by part."""
     found = beside_table1(lambda words: config(*words))
     other = found[found["parameters (M)"] != found["paper (M)"]]
     assert len(found) == 64 and {*other.method[other.scale != "1b"]} == {"sltrain"}
@@ -52,10 +52,10 @@ def test_the_papers_table_beside_our_recipes():
     "backbone=cola dlr=on", "backbone=lost train.activation_checkpointing=block",
     "backbone=cola train.activation_checkpointing=latent",
 ])  # fmt: skip
-def test_the_count_is_what_the_allocator_hands_out(words):
-    """torch's own record of the CPU allocator; GPU attention keeps 24 bytes more a block, a random state.
+def test_counted_memory_is_what_the_allocator_gives(words):
+    """By torch's own record of the CPU allocator. (GPU attention keeps 24 bytes more a block, a random state.)
 
-    In fp32: the CPU's bf16 products ask the allocator for a workspace.
+    In fp32, because the CPU's bf16 products allocate a workspace.
     """
     cfg = config(*TINY, *words.split(), "precision=fp32")
     model = build_model(cfg, 500, torch.device("cpu"))
@@ -63,7 +63,7 @@ def test_the_count_is_what_the_allocator_hands_out(words):
     ids = torch.zeros(2, 64, dtype=torch.int64)
     model(ids, ids).backward()  # what the first call alone allocates
     model.zero_grad()
-    gc.collect()  # or old memory is let go of in between
+    gc.collect()  # or old memory is released in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         loss = model(ids, ids)
         with record_function("backward starts"):
@@ -81,7 +81,7 @@ def test_the_count_is_what_the_allocator_hands_out(words):
 
 
 def test_what_precision_and_ranks_add():
-    """Bytes a parameter; what is cast from gradients counts as gradients."""
+    """Bytes a parameter. Copies cast from gradients count as gradients."""
     n = parameters(config(*TINY, "backbone=cola"), 500)["trainable"]
     counters = 4 * len(list(build_model(config(*TINY, "backbone=cola"), 500, torch.device("meta")).parameters()))
 
@@ -113,8 +113,8 @@ def test_the_command_prints_json_with_stable_keys(capsys):
     assert (found["paper"]["table1"]["mem_gb"], found["paper"]["measured"]) == (0.57, None)
 
 
-def test_time_is_that_of_the_flops_at_a_stated_utilisation():
-    """0.11 is what the paper's figure for CoLA + DLR at 1b implies. With few sequences a GPU the best is lower."""
+def test_time_follows_from_flops_and_utilisation():
+    """0.11 is what the paper's number for CoLA + DLR at 1b implies. With few sequences a GPU the best is lower."""
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
     slow, fast = found["speed"]["estimates"]
     assert (slow["mfu"], fast["mfu"]) == (0.11, 0.31)
@@ -133,8 +133,8 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
     assert printed("measured", "cola+dlr", "7b")["memory_gb"] == 27.03 and printed("measured", "lora", "1b") is None
 
 
-def test_waiting_is_that_of_the_links():
-    """Of many nodes, a ring through all GPUs takes long, and rings within nodes as long as in one node."""
+def test_waiting_follows_from_the_links():
+    """With many nodes, a ring through all GPUs takes long, and rings within nodes take as long as in one node."""
 
     def waiting(parallel: str, gpus: int, seconds: float) -> float:
         batch = (f"train.global_batch={16 * gpus}", f"data.streams={gpus}")
@@ -153,11 +153,11 @@ def test_waiting_is_that_of_the_links():
 
 @pytest.mark.parametrize(("words", "error"), [
     (["backbone=colla"], "error: backbone=colla: must be one of"),
-    (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
+    (["--table1", "scale=1b"], "--table1 shows the recipes as they stand"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
 ])  # fmt: skip
-def test_mistakes_are_told_as_by_the_training_command(words, error, capsys):
+def test_mistakes_are_reported_as_by_train_py(words, error, capsys):
     assert main_of("plan", *words) == 2
     done = capsys.readouterr()
     assert done.out == "" and error in done.err and "Traceback" not in done.err

@@ -1,6 +1,6 @@
-"""scripts/report.py: its numbers are those of the runs, and what no mean may hide is named.
+"""scripts/report.py: its numbers are those of the runs, and it names what a mean would hide.
 
-Run directories come without training: invented figures, written by the trainer's own writers.
+Run directories are written without training: invented numbers, by the trainer's own writers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def logged(folder: Path, step: int = -1, name: str = PERPLEXITY) -> float:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
-    """Two pairs of two seeds, one of each difficult kind, and the report of them."""
+    """Two pairs with two seeds each, a run of each difficult kind, and their report."""
     root = tmp_path_factory.mktemp("runs")
     for backbone, level in (("cola", 4.0), ("lowrank", 4.1)):
         for dlr, gain in (("off", 0.0), ("on", 0.1)):
@@ -155,7 +155,7 @@ def test_all_formats_say_the_same(made):
     assert r"a|b\_c & 1.50 ± 0.25 (2) \\" in found.latex() and r"$\Delta$ x" in found.latex()
 
 
-def test_what_is_odd_is_named_and_in_no_mean(made):
+def test_odd_runs_are_named_and_in_no_mean(made):
     root, output, remarks = made
     text = "\n".join(remarks)
     for words in ("unfinished is unfinished, step 30 of 60", "diverged diverged after step 60", "unknown is left out",
@@ -170,7 +170,7 @@ def test_what_is_odd_is_named_and_in_no_mean(made):
 
 
 def changed(file: str, old: str, new: str):
-    """A damage of a run: in a file, the first ``old`` is ``new``."""
+    """Damages a run: replaces the first ``old`` in a file by ``new``."""
 
     def act(run: Path) -> None:
         text = (run / file).read_text()
@@ -200,7 +200,7 @@ def test_one_damaged_run_is_named_and_the_others_are_shown(tmp_path, damage):
 
 
 def test_names_are_neither_code_nor_links_nor_formulas(tmp_path, monkeypatch):
-    """Numbers that no figure can show, steps that stand twice, and names for HTML, Markdown, LaTeX, CSV and paths."""
+    """Numbers that no figure can show, repeated steps, and names that attack HTML, Markdown, LaTeX, CSV and paths."""
     monkeypatch.setattr(figures, "IMAGES", ("png", "svg"))
     name = "</td><script>alert(1)</script> ![a](http://b) `c` $\\frac & % {\\ \x1b[31m **d"
     run = a_run(tmp_path / "runs" / "=cmd|' -c'!A1 <script>", *COLA)
@@ -237,7 +237,7 @@ def test_a_cell_that_is_a_formula_is_quoted(cell):
 
 
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
-def test_a_report_needs_no_backend_of_a_notebook(tmp_path, backend):
+def test_a_report_ignores_the_backend_of_a_notebook(tmp_path, backend):
     a_run(tmp_path / "run", *SHORT, step=20)
     command = [
         sys.executable,
@@ -251,7 +251,7 @@ def test_a_report_needs_no_backend_of_a_notebook(tmp_path, backend):
     assert (tmp_path / "out/report.html").exists()
 
 
-def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
+def test_a_diverged_seed_is_counted_instead_of_a_mean(tmp_path):
     for seed in (41, 42, 43):
         a_run(tmp_path / str(seed), *COLA, seed=seed, step=30 if seed == 43 else None)
     assert spread(ended(read_runs([tmp_path]).runs).ppl).endswith("(2)")  # one is unfinished
@@ -286,7 +286,7 @@ def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
     assert not list(pairs_table(read_runs([tmp_path / "plain"])))
 
 
-def test_runs_of_other_code_or_other_text_are_named(tmp_path):
+def test_runs_of_different_code_or_text_are_named(tmp_path):
     a_run(tmp_path / "a", *COLA)
     a_run(tmp_path / "b", *COLA, seed=42, code="def")
     assert "cola at tiny was trained by different code: abc, def" in read_runs([tmp_path]).remarks
@@ -299,7 +299,7 @@ def test_runs_of_other_code_or_other_text_are_named(tmp_path):
     assert any("not all of the same text (train.seq_len)" in remark for remark in found.remarks)
 
 
-def test_places(tmp_path, capsys):
+def test_places_are_runs_folders_or_globs(tmp_path, capsys):
     a_run(tmp_path / "sweep/a", *COLA)
     for place in ("sweep/a", "sweep", "sweep/*", "."):
         assert read_runs([tmp_path / place, tmp_path / "sweep/a"]).runs["name"].tolist() == ["a"]
@@ -321,7 +321,7 @@ def test_speed_and_machine_are_of_the_last_start_that_trained(tmp_path):
 
 
 def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
-    """It ends where one has diverged; an unfinished seed has a thin line of its own."""
+    """It ends where a seed has diverged. An unfinished seed has its own thin line."""
     for seed, level, step in ((41, 4.0, None), (42, 4.1, None), (43, 9.0, 30), (44, 4.0, 30)):
         a_run(tmp_path / f"{seed}", *COLA, seed=seed, level=level, step=step)
     record_state(tmp_path / "44", "diverged")
@@ -337,7 +337,7 @@ def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
 @pytest.mark.parametrize(("steps", "lost"), [(0, ()), (1, ()), (60, ("train/loss", "eval/loss", "eval/perplexity"))])
 @pytest.mark.filterwarnings("error")
 def test_a_run_has_a_report_whatever_it_has_logged(tmp_path, lost, steps):
-    """No step; an unfinished last line; a metric of one's own; numbers that are not finite, which are null."""
+    """No step, an incomplete last line, a metric of the user's, and numbers that are not finite and therefore null."""
     run = a_run(tmp_path / "run", *COLA)
     lines = read_metrics(run / "metrics.jsonl")[:steps]
     lines = [line | {"mine": "text"} | {name: None for name in lost if name in line} for line in lines]

@@ -1,6 +1,6 @@
-"""scripts/reproduce.py: each cell is ours beside the published one where both are of the same setting, else says why.
+"""scripts/reproduce.py: a published number stands beside ours if both are of the same setting; else the cell says why.
 
-Run directories come without training, as in test_report.py. The rehearsal, which trains, is under ``full``.
+Run directories are written without training, as in test_report.py. The rehearsal, which trains, is under ``full``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from dlr_pretrain.analysis import paper_views
-from dlr_pretrain.analysis.paper import Item, chosen, items, load_each, planned_lines
+from dlr_pretrain.analysis.paper import Item, choose_rows, items, load_each, planned_lines
 from dlr_pretrain.analysis.report import Section, write_page
 from dlr_pretrain.analysis.reproduce import documentation
 from dlr_pretrain.analysis.runs import NONE
@@ -36,7 +36,7 @@ SHORT = replace(items()["variance"], scales=["60m"], seeds=[41, 42, 43], common=
 
 
 def trained(run: PlannedRun, level: float = 4.0, files: dict = C4, **how) -> Path:
-    """A finished run in the directory of ``run``, of C4 unless ``files`` say another text, with T5's tokenizer."""
+    """A finished run in the directory of ``run``, with T5's tokenizer, on C4 unless ``files`` name another text."""
     words = [word for word in run.line.words if not word.startswith("seed=")]
     folder = a_run(run.dir, *words, seed=run.cfg.seed, level=level, **how)
     record = read_record(folder)
@@ -54,8 +54,7 @@ def planned(item: Item, *words: str) -> dict[tuple[str, int], PlannedRun]:
 
 def shown(item: Item, runs: dict, folder: Path) -> tuple[pd.DataFrame, str]:
     """The table of an item, a row for each method, and all notes."""
-    cells = {(item.row_of(run.line), run.cfg.scale.name): run.cfg for run in load_each(item.lines())}
-    found = paper_views.read(item, list(runs.values()), cells, [], folder)
+    found = paper_views.read(item, list(runs.values()), [], folder)
     (table,) = paper_views.LAYOUTS[item.layout](found)
     frame = table.frame.set_axis(table.header, axis="columns").set_index("Method")
     return frame, "\n".join([*table.notes, *found.notes])
@@ -80,7 +79,7 @@ def test_a_published_number_stands_beside_runs_of_its_setting(tmp_path):
 
 
 def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
-    """One of another text, one whose record is damaged, and a directory that holds half the rank."""
+    """Runs of another text, a run with a damaged record, and a directory that holds a run of half the rank."""
     runs = planned(SHORT, f"run.root={tmp_path}")
     for seed in (41, 42, 43):
         trained(runs["without correction", seed], files={"training": "2 files (1GB): prose.jsonl"})
@@ -96,7 +95,7 @@ def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
     assert re.search(r"s43-[\w.-]+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
 
 
-def test_seeds_of_two_texts_have_no_mean_beside_the_papers(tmp_path):
+def test_seeds_of_two_texts_have_no_mean(tmp_path):
     runs = planned(SHORT, f"run.root={tmp_path}")
     for seed in (41, 42):
         trained(runs["cola+dlr", seed])
@@ -107,7 +106,7 @@ def test_seeds_of_two_texts_have_no_mean_beside_the_papers(tmp_path):
     assert frame["60m paper"]["cola+dlr"] == "differs: seeds"
 
 
-def test_half_of_the_rank_is_no_row_of_the_paper(tmp_path):
+def test_half_the_rank_has_no_published_number(tmp_path):
     runs = planned(SHORT, f"run.root={tmp_path}", "scale.rank=64", "seed=41")
     trained(runs["cola+dlr", 41])
     frame, notes = shown(SHORT, runs, tmp_path)
@@ -117,8 +116,8 @@ def test_half_of_the_rank_is_no_row_of_the_paper(tmp_path):
     assert frame["60m paper"]["without correction"] == "33.80 ± 0.14"  # no run of ours stands beside it
 
 
-def test_the_papers_size_is_that_of_trained_parameters(tmp_path):
-    """LoRA's is; SLTrain's, by its authors' sparsity, is not that of the paper, so its row has no partner."""
+def test_the_published_size_counts_trained_parameters(tmp_path):
+    """LoRA's matches the paper. SLTrain's, with its authors' sparsity, does not, so nothing stands beside it."""
     item = replace(items()["table1"], scales=["60m"], seeds=[41], common=SHORT.common, rows={"lora": "", "sltrain": ""})
     runs = planned(item, f"run.root={tmp_path}")
     for run in runs.values():
@@ -147,7 +146,7 @@ def test_the_better_of_a_pair_is_bold_in_every_format(tmp_path):
     assert f"<strong>{best}</strong>" in table.html() and "| Method | 60m PPL | 60m Δ paper |" in table.markdown()
 
 
-def test_an_override_is_for_the_rows_that_have_its_key(tmp_path):
+def test_an_override_applies_to_rows_with_its_key(tmp_path):
     lines = replace(items()["table1"], scales=["60m"], seeds=[41]).lines()
     runs = load_runs(combine(lines, expand(["scale.rank=16"])))
     ranks = {run.line.origin: run.cfg.scale.rank for run in runs}
@@ -155,14 +154,14 @@ def test_an_override_is_for_the_rows_that_have_its_key(tmp_path):
     assert not any("scale.rank" in word for run in runs if run.line.origin == "table1: full" for word in run.line.words)
     with pytest.raises(ConfigError, match=r"table1: full: backbone\.gama=1: no such key"):
         load_runs(combine(lines, expand(["backbone.gama=1"])))
-    with pytest.raises(ConfigError, match=r"scale\.rank=-1: must be"):  # a wrong value is a problem of every row
+    with pytest.raises(ConfigError, match=r"scale\.rank=-1: must be"):  # an invalid value is a problem in every row
         load_runs(combine(lines, expand(["scale.rank=-1"])))
     assert ranges([1, 2, 3, 5, 7, 8]) == "1-3,5,7-8"
 
 
 def test_rows_scale_and_seed_select_and_other_keys_replace():
     table1, system, horizon = (items()[name] for name in ("table1", "system", "horizon"))
-    (own,) = chosen([table1, horizon], "cola,cola+dlr")
+    (own,) = choose_rows([table1, horizon], "cola,cola+dlr")
     lines = planned_lines(own, ["scale=60m", "seed=41,42", "train.lr=0.01"])
     assert [line.origin for line in lines] == ["table1: cola"] * 2 + ["table1: cola+dlr"] * 2
     assert all({"scale=60m", "train.lr=0.01"} < {*line.words} for line in lines)
@@ -171,8 +170,8 @@ def test_rows_scale_and_seed_select_and_other_keys_replace():
     for word in ("backbone=cola", "dlr=on", "experiment=paper"):
         with pytest.raises(UserError, match="Choose rows by --rows"):
             planned_lines(system, [word])
-    with pytest.raises(UserError, match="colla is no row"):
-        chosen([table1], "cola,colla")
+    with pytest.raises(UserError, match="colla is not a row"):
+        choose_rows([table1], "cola,colla")
     with pytest.raises(UserError, match="no run of the table has scale=7b"):
         planned_lines(table1, ["scale=7b", "train.lr=0.01"])
 
@@ -208,7 +207,7 @@ def test_the_runs_that_are_due_are_one_array(tmp_path, monkeypatch):
     assert len(lines) == 4 and lines[1] == "scale=60m experiment=paper backbone=cola dlr=on seed=41"
 
 
-def test_an_own_run_takes_the_place_of_the_items(tmp_path, monkeypatch, capsys):
+def test_an_own_run_replaces_the_items_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = a_run(tmp_path / "mine", *PAPER, "dlr=on", "train.steps=60")
     update_record(run, {"saved": 60, "state": {"name": "complete", "step": 60, "reason": "", "time": 1.0}})
@@ -233,7 +232,7 @@ def test_a_page_of_sections_has_contents_and_a_mark(tmp_path):
 
 
 @pytest.mark.full
-def test_the_documentation_is_that_of_the_definitions():
+def test_the_documentation_is_generated_without_a_difference():
     made = documentation()
     assert (ROOT / "docs/reproduce.md").read_text() == made, "scripts/reproduce.py --documentation > docs/reproduce.md"
 

@@ -1,4 +1,4 @@
-"""tune.py: the statistics on losses that are planted, the grid, its runs on this machine and in a queue."""
+"""tune.py: its statistics on planted losses, its grid, and its runs on this machine and in a queue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bowl(best: float, lr: float) -> float:
 
 
 def test_a_rate_is_chosen_on_one_half_and_reported_on_the_other():
-    """Half B would have another best rate, and half A has other losses."""
+    """Half B has another best rate, and half A other losses."""
     best = {"one": 0.001, "two": 0.003}
     found = tune.compare(TWO, trials(TWO, lambda m, lr, s: (bowl(best[m], lr), 10 * s - 100 * lr + (m == "two"))))
     assert {method: choice["lr"] for method, choice in found["chosen"].items()} == best
@@ -46,8 +46,8 @@ def test_a_rate_is_chosen_on_one_half_and_reported_on_the_other():
     assert found["comparisons"][0]["by_seed"] == pytest.approx({1: 0.8, 2: 0.8, 3: 0.8})
 
 
-def test_ties_are_called_differences_as_often_as_the_level_says():
-    """Hundreds of comparisons of a method with itself, its rate chosen among three each time by noisy losses."""
+def test_equal_methods_differ_as_often_as_the_level_says():
+    """Hundreds of comparisons of a method with itself; noisy losses choose its rate among three each time."""
     rng = random.Random(0)
     design = TWO | {"fresh": [4, 5, 6]}
     called = 0
@@ -74,8 +74,8 @@ def test_fresh_seeds_are_reported_and_choose_nothing():
     assert tune.methods_table(found).frame.Better[1] == f"not decided: one: {reason}; two: {reason}"
 
 
-def test_intervals_are_the_textbooks():
-    """Of four methods three intervals are as wide as one of 1 - 5 % / 3."""
+def test_intervals_are_students_t():
+    """With four methods, each of the three intervals has the level 1 - 5 % / 3."""
     found = tune.estimate([2.0, 4.0, 9.0], 0.95)
     reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
     assert (found["mean"], found["low"], found["high"]) == pytest.approx((5, 5 - reach, 5 + reach), rel=1e-6)
@@ -105,7 +105,7 @@ def test_the_files_hold_the_numbers_of_diverged_runs_too(tmp_path):
 
 
 def pretend(run: PlannedRun, pieces: str = "t5") -> None:
-    """Leave what a training would: best at 0.003, with DLR better by 0.2, with 0.001 of each seed; diverged at 0.03."""
+    """Write what training leaves: best at 0.003, DLR better by 0.2, 0.001 between seeds, diverged at 0.03."""
     cfg, last = run.cfg, run.cfg.train.steps
     run.dir.mkdir(parents=True, exist_ok=True)
     update_record(run.dir, {"identity": identity(cfg) | {"tokenizer.pieces": pieces}, "saved": last})
@@ -116,8 +116,8 @@ def pretend(run: PlannedRun, pieces: str = "t5") -> None:
 
 
 class Trained(list):
-    """Stands in for ``local.train``: the runs that were trained, which is pretended. From ``changes`` runs on, the
-    tokenizer is another. Runs with a seed in ``failing`` fail."""
+    """Replaces ``local.train``: pretends to train, and lists the runs. After ``changes`` runs the tokenizer is
+    another. Runs with a seed in ``failing`` fail."""
 
     failing, changes = (), math.inf
 
@@ -189,8 +189,8 @@ def test_a_grid_that_does_not_compare_is_refused_before_any_run(given, tmp_path,
     assert said in capsys.readouterr().err and not trained
 
 
-def test_it_goes_on_where_it_was(command, trained):
-    """A second time nothing is trained; a wider grid trains its new rates, and a diverged run stays a result."""
+def test_the_same_command_continues_the_grid(command, trained):
+    """A second call trains nothing. A wider grid trains only its new rates, and a diverged run stays a result."""
     for _ in range(2):
         found = command(*PAIR, "train.lr=0.003", "seed=41,42")
         assert len(trained) == 4 and found["comparisons"][0]["better"] == "cola+dlr"
@@ -202,8 +202,8 @@ def test_it_goes_on_where_it_was(command, trained):
     assert wider["chosen"]["cola"]["lr"] == 0.003
 
 
-def test_a_run_that_failed_is_no_result(command, trained):
-    """Nothing is decided, and the same command tries it again."""
+def test_a_failed_run_decides_nothing(command, trained):
+    """The same command tries it again."""
     grid, trained.failing = ("backbone=cola", "train.lr=0.003,0.01", "seed=41,42"), (42,)
     found = command(*grid, code=EXIT_FAILED)
     assert found["chosen"]["cola"]["reason"] == "2 of the 4 runs of the grid have not ended"
@@ -218,7 +218,7 @@ def test_runs_of_another_text_or_tokenizer_are_not_compared(command, trained, ca
     assert "tokenizer.pieces of" in capsys.readouterr().err and len(trained) == 2  # of four
 
 
-def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, tmp_path, trained):
+def test_the_same_command_continues_after_a_queue(given, scheduler, tmp_path, trained):
     table, asked, queue = ("train.lr=0.003,0.01", *PAIR, "seed=41"), scheduler / "asked", scheduler / "queue"
 
     def give() -> dict:
