@@ -148,7 +148,7 @@ def _section(item: Item) -> str:
     programs = [f"`{step.words.removeprefix('-m ').split()[0]}`" for step in item.steps]
     facts = {"Rows": item.rows, "Scales": item.scales, "Seeds": map(str, item.seeds), "Then": dict.fromkeys(programs)}
     told = " ".join(f"{what}: {', '.join(of)}." for what, of in facts.items() if of)
-    control = f" Differences are to {item.control}." if item.control else ""
+    control = f" Differences are from {item.control}." if item.control else ""
     base = f"python scripts/reproduce.py {item.name}"
     measure = [f"{ONE_GPU} {base} --local"] if item.steps else []
     commands = "\n".join([base, f"{base} --submit -- {item.slurm}", *measure, f"{base} --render"])
