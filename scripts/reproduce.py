@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +93,10 @@ def act(given: argparse.Namespace) -> int:
         return 0
     if given.rehearse:
         return rehearse(given)
+    given.again = [*given.overrides]  # the words that the next command repeats
+    for name, default in (("rows", None), ("sft_data", paper.SFT_DATA), ("task_data", ""), ("output", None)):
+        if (value := getattr(given, name)) != default:
+            given.again += [f"--{name.replace('_', '-')}", str(value)]
     root = next((word.partition("=")[2] for word in given.overrides if word.startswith("run.root=")), "runs")
     given.output = given.output or Path(root, "paper")
     works = read_works(given, given.overrides, given.output)
@@ -109,7 +114,7 @@ def act(given: argparse.Namespace) -> int:
         for work in works:
             sound &= measure(work.ready)
     if not given.submit:
-        render(works, given.overrides, given.output, shlex.join(["python", *sys.argv]), rehearsal=False)
+        render(works, given.again, given.output, shlex.join(["python", *sys.argv]), rehearsal=False)
         print(f"page        {given.output / 'reproduce.html'}")
     return 0 if sound else EXIT_FAILED
 
@@ -124,8 +129,9 @@ def read_works(given: argparse.Namespace, overrides: Sequence[str], output: Path
     works = []
     for item in given.items:
         runs = runs_of(item, overrides, given)
-        programs = item.programs(runs, output / item.name, given.sft_data, given.task_data)
-        works.append(Work(item, runs, [status_of(run, jobs) for run in runs], list(programs)))
+        chosen = replace(item, scales=list(dict.fromkeys(run.cfg.scale.name for run in runs)))
+        programs = chosen.programs(runs, output / item.name, given.sft_data, given.task_data)
+        works.append(Work(chosen, runs, [status_of(run, jobs) for run in runs], list(programs)))
     return works
 
 
@@ -161,7 +167,7 @@ def show(works: Sequence[Work], given: argparse.Namespace, briefly: bool) -> Non
             print(f"{'':11}disk       {disk_of(work.runs)} at most")
         print(f"{'':11}state      {work.state()}")
         print(f"{'':11}GPU hours  {total([hours[run.dir] for run in work.runs])}")
-        print(f"{'':11}next       {work.next_command(given.overrides)}")
+        print(f"{'':11}next       {work.next_command(given.again)}")
     shares = " to ".join(f"{share:g}" for share in mfu)
     print(f"\nGPU hours are of {named[0]}, at a measured speed or an assumed MFU of {shares}. Items share runs.")
 

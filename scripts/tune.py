@@ -71,9 +71,11 @@ def run(argv: Sequence[str]) -> int:
     first, *others = names
     found["shared"] = shlex.join(word for word in first if all(word in other for other in others))
     found["command"] = redact(shlex.join(["python", "scripts/tune.py", *argv]))
-    tune.write(found, given.output)
+    if not given.status:
+        tune.write(found, given.output)
     print(tune.methods_table(found).markdown(), *(f"* {line}" for line in tune.remarks(found)), sep="\n")
-    print(f"\nreport      {given.output / 'report.md'}")
+    if not given.status:
+        print(f"\nreport      {given.output / 'report.md'}")
     return EXIT_FAILED if any(t["state"] not in (*tune.ENDED, "running", "pending") for t in trials) else 0
 
 

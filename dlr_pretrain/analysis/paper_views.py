@@ -355,15 +355,16 @@ def read_result(file: Path, shape: Shape) -> dict:
 
 
 def fold(found: Results) -> Iterator[Table | Picture]:
-    """Each number of the fold beside the published one."""
-    for program, cell in zip(found.programs, found.cells.values(), strict=False):
-        names = [f"fold/{name}" for name in cell.paper["own"]]
+    """Each number of the fold beside the published one, which exists at one scale."""
+    for program, ((row, _), cell) in zip(found.programs, found.cells.items(), strict=False):
+        (quantities,) = found.item.published[row].values()
+        names = [f"fold/{name}" for name in quantities]
         record, rows = read_result(program.makes, dict.fromkeys(names, NUMBER) | {"fold/shape": str}), []
         machine = str(record.get("fold/shape"))
         differs = [key for key in cell.differs if key != "convention"] + ([] if GPU in machine else ["GPU"])
-        for name, theirs in cell.paper["own"].items():
+        for name in quantities:
             ours = _exact(record[f"fold/{name}"]) if record else NONE
-            paper = beside(ours, _exact(theirs), differs)
+            paper = beside(ours, _exact(cell.paper["own"][name]) if cell.paper["own"] else NONE, differs)
             rows.append({"Quantity": name.replace("_", " "), "Ours": ours, "Paper": paper})
         notes = [f"Latency of a forward pass of {machine}."] if record else []
         yield found.table(rows, *notes, *remarks_on(found))

@@ -48,9 +48,9 @@ class Work:
         done = sum(one.makes.exists() for one in self.programs)
         return f"{runs}, {done} of {plural(len(self.programs), 'program')} done"
 
-    def next_command(self, overrides: Sequence[str]) -> str:
-        """The command that brings the item on."""
-        base = shlex.join(["python", "scripts/reproduce.py", self.item.name, *overrides])
+    def next_command(self, words: Sequence[str]) -> str:
+        """The next command for the item; ``words`` are the overrides and options that select its runs and data."""
+        base = shlex.join(["python", "scripts/reproduce.py", self.item.name, *words])
         if any(at.state in DUE for at in self.stands):
             return f"{base} --submit -- {self.item.slurm}"
         if any(at.state in ("running", "pending") for at in self.stands):
@@ -102,8 +102,11 @@ def disk_of(runs: Sequence[PlannedRun]) -> str:
 # Pages
 
 
-def render(works: Sequence[Work], overrides: Sequence[str], output: Path, command: str, rehearsal: bool) -> None:
-    """Write ``reproduce.html`` and ``.md``, tables and figures of the items into ``output``."""
+def render(works: Sequence[Work], words: Sequence[str], output: Path, command: str, rehearsal: bool) -> None:
+    """Write ``reproduce.html`` and ``.md``, tables and figures of the items into ``output``.
+
+    ``words`` are those of ``Work.next_command``.
+    """
     parts: list[Part] = []
     for work in works:
         item, found = work.item, paper_views.read(work.item, work.runs, work.programs, output / "figures")
@@ -111,7 +114,7 @@ def render(works: Sequence[Work], overrides: Sequence[str], output: Path, comman
         told = [f"state: {work.state()}", f"the paper's claim fails if: {item.refuted}"]
         if not rehearsal:
             due = [f"still to run: {program}" for program in work.ready]
-            told = [f"next: {work.next_command(overrides)}", *told, *due]
+            told = [f"next: {work.next_command(words)}", *told, *due]
         parts += [Section(item.name, f"{item.name}: {item.title}", [*told, *dict.fromkeys(found.notes)]), *made]
     write_tables([part for part in parts if isinstance(part, Table)], output / "tables")
     remarks = ["Rehearsal: tiny models, a few updates, invented documents. No number means anything."] * rehearsal

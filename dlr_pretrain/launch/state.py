@@ -54,7 +54,7 @@ class Status:
 
 def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
     """The status of ``run``; ``queue`` maps the id of each job to SLURM's state."""
-    last = next(reversed(read_metrics(run.dir / "metrics.jsonl")), {})
+    last = next(reversed(read_metrics(run.dir / "metrics.jsonl", last_bytes=1 << 16)), {})
     try:
         state, reason = _state(run, queue)
     except UserError as error:

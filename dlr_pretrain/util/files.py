@@ -146,17 +146,26 @@ def read_beat(run_dir: Path, rank: int) -> dict:
         return {}
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics file, without damaged lines, which a power failure may leave."""
-    return sound_records(path)[0]
+def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict]:
+    """The records of a metrics file, without damaged lines, which a power failure may leave.
+
+    With ``last_bytes``, only the records that are whole in that end of the file.
+    """
+    return sound_records(path, last_bytes)[0]
 
 
-def sound_records(path: Path) -> tuple[list[dict], int]:
+def sound_records(path: Path, last_bytes: int | None = None) -> tuple[list[dict], int]:
     """The records of ``read_metrics`` and the number of damaged lines.
 
     An incomplete last line, which a killed run leaves, is neither.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    if not path.exists():
+        return [], 0
+    with path.open("rb") as file:
+        if last_bytes is not None and path.stat().st_size > last_bytes:
+            file.seek(-last_bytes, os.SEEK_END)
+            file.readline()  # the rest of a line
+        lines = file.read().split(b"\n")[:-1]
     records = []
     for line in lines:
         with suppress(ValueError, RecursionError):

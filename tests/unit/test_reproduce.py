@@ -188,6 +188,9 @@ def test_an_item_says_what_it_would_run_and_the_next_command(tmp_path, monkeypat
     assert said.count("not started") == 4 + 1 and "state      4 not started, 0 of 1 program done" in said
     assert "to run  python -m benchmarks step scale=60m" in said and re.search(r"GPU hours  \d", said)
     assert "next       python scripts/reproduce.py dynamics seed=41 --submit -- --gpus-per-node=8" in said
+    assert main_of("reproduce", "dynamics", "--rows", "cola,cola+dlr", "--task-data", "d") == 0
+    said = capsys.readouterr().out
+    assert "dynamics --rows cola,cola+dlr --task-data d --submit" in said and said.count("not started") == 2 + 1
     assert main_of("reproduce", "tabel1") == 3 and "Choose from table1, table7b" in capsys.readouterr().err
     assert main_of("reproduce", "dynamics", "--gpu", "H100") == 3 and "Choose from NVIDIA" in capsys.readouterr().err
     assert main_of("reproduce", "dynamics", "--", "--mem=0") == 2
@@ -215,6 +218,9 @@ def test_an_own_run_replaces_the_items_runs(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "mine: complete" in said and "fold.py mine/checkpoints/step_00000060 --output runs/paper/fold/mine" in said
     assert "python scripts/reproduce.py fold run=mine --local" in said
+    assert main_of("reproduce", "fold", "run=mine", "--render") == 0
+    page = (tmp_path / "runs/paper/reproduce.md").read_text()
+    assert "| perplexity before |" in page
 
 
 def test_a_page_without_runs_shows_what_is_published(tmp_path, monkeypatch):
