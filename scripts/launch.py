@@ -74,7 +74,7 @@ def launch(asked: set[int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except RendezvousError as error:  # most likely the node that hosts it is lost
-        print(f"error: the rendezvous of the nodes is lost: {error}", file=sys.stderr)
+        print(f"error: the rendezvous of the nodes at {given.rdzv_endpoint} is lost: {error}", file=sys.stderr)
         return EXIT_STOPPED if asked else EXIT_LOST
     return 0
 

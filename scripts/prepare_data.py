@@ -55,11 +55,15 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
         cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
     tokenizer = open_tokenizer(cfg, source)
     say(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} tokens")
+    if tokenizer.vocab_size < (given.train_tokenizer or 0):
+        say(f"note        the text has too few different pieces for {given.train_tokenizer:,} tokens")
     shards = len(source.train_shards) + len(source.validation_shards)
     kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
     again = f" ({kept} shards were there)" if kept else ""
-    say(f"finished    {made.describe()}{again}\n\n    add to your command: data=tokens data.root={given.output}")
+    say(
+        f"finished    {given.output}, of {made.describe()}{again}\n\n    add to your command: data=tokens data.root={given.output}"
+    )
 
 
 def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:

@@ -22,6 +22,11 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$OMP_NUM_T
 
 meeting=(--standalone) # one node: the system picks the port
 if ((SLURM_NNODES > 1)); then
+    host=${RENDEZVOUS%:*}
+    if ! getent hosts "$host" >/dev/null; then
+        echo "error: $SLURMD_NODENAME cannot resolve $host, where the nodes meet: add it to DNS or /etc/hosts" >&2
+        exit 2 # no restart would help
+    fi
     meeting=(--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS")
     meeting+=(--rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --local-addr "$SLURMD_NODENAME")
     # Otherwise torchrun compares host names to find the host, and waits only a minute for one that is still importing.
@@ -31,6 +36,10 @@ fi
 # launch.py passes signals on to the workers. This shell signals launch.py, because SLURM may not: with proctrack/cgroup
 # a signal goes only to the processes that srun started, not to their children.
 launch=(scripts/launch.py) program=("${SCRIPT:-train.py}")
+if [[ ! -f train.py && ${SCRIPT-} ]]; then
+    echo "error: SCRIPT=$SCRIPT needs a checkout: submit from its root" >&2
+    exit 2
+fi
 [[ -f train.py ]] || { launch=(-m dlr_pretrain.scripts.launch) program=(-m dlr_pretrain); } # not a checkout
 "$PYTHON" "${launch[@]}" "${meeting[@]}" --nproc-per-node "$RANKS_PER_NODE" --log-dir "$scratch/log" \
     "${program[@]}" "$@" &

@@ -81,7 +81,7 @@ def headline(found: Runs) -> Table:
     told = {
         "Model": f"{run.scale}, {run.label}, {_amount(run.parameters, 3)} parameters, {run.shared['precision.name']}",
         "Text": run.start.get("text", NONE),
-        "Updates": f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens with padding",
+        "Updates": f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens",
         "Evaluation loss": NONE if run.state == "unfinished" else digits(run.loss, ".4f"),
         "Perplexity": digits(run.ppl, ",.2f"),
         "Perplexity (convention)": digits(run.convention, ",.2f"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 
@@ -191,7 +192,8 @@ def _machine(cfg: Config) -> Iterator[Problem]:
         fix = "Set data.root=<folder of the shards>, or data.train_files=<file>"
         yield Problem("data.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
     if path is not None and not os.path.exists(path):
-        fix = f"Name a tokenizer.json, a sentencepiece model or their folder; on the hub: tokenizer.hub={path}"
+        on_the_hub = f"; on the hub: tokenizer.hub={path}" if re.fullmatch(r"[\w-]+(/[\w.-]+)?", path) else ""
+        fix = f"Name a tokenizer.json, a sentencepiece model or their folder{on_the_hub}"
         yield Problem("tokenizer.path", path, "no such file", fix)
     for name, place in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
         if place is not None and os.path.isfile(place):

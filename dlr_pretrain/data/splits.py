@@ -52,7 +52,7 @@ class Choice:
             size = amount(sum(file.size or 0 for file in files))
             return f"{plural(len(files), 'file')} ({size}B): {', '.join(shortened([file.name for file in files]))}"
 
-        held_out = f"{100 * data.held_out:g} % of these documents, by a hash of each"
+        held_out = f"{100 * data.held_out:g} % of these documents, at least one, by a hash of each"
         validation = listed(self.validation) if self.validation else held_out
         found = {"training": listed(self.train), "validation": validation}
         names: dict[str, list[str]] = defaultdict(list)

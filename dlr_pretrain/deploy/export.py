@@ -341,7 +341,7 @@ def agreement(
     if probed != tokenizer.encode([PROBE])[0].tolist():
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
     write_sample(folder, exported, exported_tokenizer, ids[0, :PROMPT])
-    return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
+    return f"transformers loads it; its logits differ by at most {difference:.0e} of their standard deviation"
 
 
 def write_sample(folder: Path, model, tokenizer, prompt: Tensor) -> None:

@@ -88,7 +88,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     options = ", ".join(f"{name} {getattr(cfg.backbone, name)}" for name, key in keys if not key.fixed)
     dlr, projections = "no DLR", 7 * cfg.scale.num_layers
     if cfg.dlr.enabled:
-        dlr = f"DLR {cfg.dlr.name} (alpha {cfg.dlr.alpha:g}) on {projections} projections"
+        dlr = f"DLR {cfg.dlr.name} (alpha {cfg.dlr.alpha:g}) on all {projections} projections"
     total, trained, _ = parameter_counts(cfg, model).values()
     tokens, shape = t.global_batch * t.seq_len, {"cosine": "a cosine", "linear": "a line"}[t.lr_decay]
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
@@ -99,7 +99,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         "run": str(run_dir),
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({options})' if options else ''}, {dlr}",
         "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}; "
-        f"vocabulary {vocabulary:,}{', padded' if vocabulary > corpus.tokenizer.vocab_size else ''}",
+        f"embeddings for {vocabulary:,} tokens",
         "data": f"{corpus.source.describe()}; "
         f"tokenizer with a vocabulary of {corpus.tokenizer.vocab_size:,}; {cfg.data.packing}",
         "training": corpus.source.contents.get("training", ""),

@@ -91,3 +91,14 @@ def test_a_job_not_known_to_run_is_not_requeued(batch, squeue):
 def test_a_start_that_cannot_be_meant_is_refused(batch, script, words, variables):
     code, asked, said = batch(script, *words, **variables)
     assert (code, asked) == (2, []) and said.startswith("error: this is a") and f"slurm/{script}" in said
+
+
+def test_a_node_that_cannot_resolve_the_first_ends_the_job(batch, tmp_path):
+    node = {
+        "SLURM_CPUS_ON_NODE": "1",
+        "RANKS_PER_NODE": "1",
+        "RENDEZVOUS": "nowhere.invalid:20000",
+        "TMPDIR": str(tmp_path),
+    }
+    code, _, said = batch("node.sh", "scale=1b", **JOB | node | {"SLURM_NNODES": "2"})
+    assert code == 2 and said.startswith("error: ") and "cannot resolve nowhere.invalid, where the nodes meet" in said

@@ -184,7 +184,7 @@ def test_files_read_and_left_out_are_listed(tmp_path):
         "LICENSE.txt, README.md (a side file); valid.csv (.csv is not read, and its name is of a validation split)"
     )
     (tmp_path / "eval" / "a.jsonl").unlink()
-    assert local(tmp_path).contents["validation"] == "1 % of these documents, by a hash of each"
+    assert local(tmp_path).contents["validation"] == "1 % of these documents, at least one, by a hash of each"
 
 
 def test_copies_of_one_document_are_not_all_held_out(tmp_path):
