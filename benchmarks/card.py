@@ -1,4 +1,4 @@
-"""Measures what a GPU reaches: its clocks and power under load, and the products and attention of an update, alone.
+"""Measures what a GPU achieves: clocks and power under load, and an update's products and attention in isolation.
 
 The products are those of one block, forward and backward: for each layer's A and B, the output, the gradient of the
 input and that of the weight. ``Layer.shared`` and ``Layer.batched`` define how a layer multiplies.
@@ -23,7 +23,7 @@ from dlr_pretrain.models import build_model
 from dlr_pretrain.models.layer import Layer, named_layers
 from dlr_pretrain.util.errors import first_line
 
-LARGE = 8192
+PRODUCT_SIZE = 8192
 POSITIONS = (4_096, 16_384, 131_072)
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ATTENTION |= {"bias": SDPBackend.EFFICIENT_ATTENTION}  # document masks need a bias
@@ -31,7 +31,7 @@ STATE = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_vers
 
 
 def everything(configs: list[Config], device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
-    """Yields every row of this file, for the layers, the heads and the batch of each of ``configs``."""
+    """Yields every row that this module measures, for the layers, heads and batch of each of ``configs``."""
     yield from under_load(device, dtype)
     for cfg in configs:
         yield from products(cfg, device, dtype, POSITIONS)
@@ -40,13 +40,13 @@ def everything(configs: list[Config], device: torch.device, dtype: torch.dtype) 
         yield from attention(shape, device, dtype)
 
 
-def under_load(device: torch.device, dtype: torch.dtype, size: int = LARGE) -> Iterator[dict]:
-    """Yields a product of ``size``^3 with the card's state under its load, which lasts a second or two, and a copy."""
+def under_load(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE) -> Iterator[dict]:
+    """Yields a row for a ``size``^3 product, with the card's state in a second or two of load, and one for a copy."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     many = [row_of(f"{size}^3", 2 * size**3, lambda: a @ b, device) for _ in range(3)]
     state = {}
     if device.type == "cuda":
-        for _ in range(1_000 if size == LARGE else 1):
+        for _ in range(1_000 if size == PRODUCT_SIZE else 1):
             a @ b
         if tool := shutil.which("nvidia-smi"):
             command = [tool, f"--query-gpu={STATE}", "--format=csv,noheader"]
@@ -60,7 +60,7 @@ def under_load(device: torch.device, dtype: torch.dtype, size: int = LARGE) -> I
 
 
 def products(cfg: Config, device: torch.device, dtype: torch.dtype, positions: tuple[int, ...]) -> Iterator[dict]:
-    """Yields the products of one block of ``cfg``, for each number of ``positions``."""
+    """Yields the products of one block of ``cfg``, for each number of positions in ``positions``."""
     layers = dict(named_layers(build_model(cfg, cfg.planned_vocab_size, torch.device("meta"), dtype).model.layers[0]))
     for m in positions:
         for layer in layers.values():
@@ -72,7 +72,7 @@ def products(cfg: Config, device: torch.device, dtype: torch.dtype, positions: t
 def multiplications(
     layer: Layer, m: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, Callable]]:
-    """Yields the products of a factorised layer for ``m`` positions: name, FLOPs, and a function that computes it."""
+    """Yields each product of a factorised layer for ``m`` positions: name, FLOPs, and a function that computes it."""
 
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -105,7 +105,7 @@ def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: tor
         flops = 7 * q.numel() * length  # half of 7 products over all pairs of positions: 2 forward, 5 backward
         row = {"name": f"attention {list(shape)}, {name}"}
         if kernel == SDPBackend.CUDNN_ATTENTION and os.environ.get("GPU_REHEARSAL"):
-            yield row | {"error": "cuDNN ends a process without a GPU"}
+            yield row | {"error": "cuDNN aborts a process that has no GPU"}
             continue
         try:
             with sdpa_kernel(kernel):

@@ -25,7 +25,7 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
     by_clock, by_processor, resumed = [], [], []
     with closing(TrainLoader(cfg, source, tokenizer, 0, 1, None)) as batches:
         for _ in range(rounds):
-            for _ in range(PREFETCHED_BATCHES + 1):  # these were read ahead, before the clock starts
+            for _ in range(PREFETCHED_BATCHES + 1):  # these are prefetched before the clock starts
                 next(batches)
             wall, busy, taken = time.perf_counter(), time.process_time(), 0
             while taken < tokens:

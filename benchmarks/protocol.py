@@ -37,7 +37,7 @@ def interleaved(
     device: torch.device,
     after_round: Callable[[dict[str, list[float]]], object] = lambda _: None,
 ) -> dict[str, list[float]]:
-    """The seconds of each action, one value per round. Actions take turns, and each round begins with the next one.
+    """The seconds of each action, one value per round. Actions take turns; each round begins with the next action.
     ``after_round`` receives the times so far."""
     names = list(actions)
     for action in actions.values():
@@ -105,7 +105,7 @@ def warm_up_products(device: torch.device) -> None:
 
 @cache
 def best_product(device: torch.device, dtype: torch.dtype) -> float:
-    """The FLOP/s of the fastest of several large matrix products, which this device reaches in practice."""
+    """The FLOP/s that this device reaches in practice, in the fastest of several large matrix products."""
     n, repeats = (8192, 20) if device.type == "cuda" else (2048, 50)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(repeats))

@@ -61,9 +61,8 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
     again = f" ({kept} shards were there)" if kept else ""
-    say(
-        f"finished    {given.output}, of {made.describe()}{again}\n\n    add to your command: data=tokens data.root={given.output}"
-    )
+    say(f"finished    {given.output}, of {made.describe()}{again}")
+    say(f"\n    add to your command: data=tokens data.root={given.output}")
 
 
 def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:

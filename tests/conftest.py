@@ -52,8 +52,8 @@ def ended(error: UserError, say: bool) -> NoReturn:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """A run that cannot save does not retry for minutes, and does not wait for files, unless a test asks for it."""
-    monkeypatch.setattr("dlr_pretrain.train.saver.TRIES", 2)
-    monkeypatch.setattr("dlr_pretrain.train.saver.PAUSE", 0.1)
+    monkeypatch.setattr("dlr_pretrain.train.saver.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("dlr_pretrain.train.saver.RETRY_SECONDS", 0.1)
     monkeypatch.setattr("dlr_pretrain.train.start.CHECKPOINT_WAIT", 0.0)
 
 

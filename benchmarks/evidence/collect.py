@@ -1,4 +1,4 @@
-"""Packs the runs of one piece of the programme into a compressed table, small enough for a repository.
+"""Packs the runs of one piece of the experiments into a compressed table, small enough for a repository.
 
     python -m benchmarks.evidence.collect runs/evidence/pairs runs/evidence/pairs.jsonl.gz
     python -m benchmarks.evidence.collect runs/evidence/cost runs/evidence/cost.jsonl.gz
@@ -9,10 +9,10 @@ The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/
     comparison, shared, command, design, trials     trials: method, lr, seed, and the name of the run
     run, starts, commits, hours, config, fingerprints, metrics
 
-``starts`` has the command, commit, machine and versions of each start; ``commits`` are those that trained; ``hours``
-are from the first update to the last. ``fingerprints`` identify the text and the tokenizer. ``metrics`` has, as
-columns, the records that figures and tables use: the first, the last, those with an evaluation, and every twenty-fifth
-update's. Results of a benchmark are kept unchanged. Equal input gives equal bytes.
+``starts`` has the command, commit, machine and versions of each start; ``commits`` are those that made updates;
+``hours`` are from the first update to the last. ``fingerprints`` identify the text and the tokenizer. ``metrics`` has,
+as columns, the records that figures and tables use: the first, the last, those with an evaluation, and those of every
+25th update. Benchmark results are kept unchanged. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-EVERY = 25  # updates between kept records
+KEPT_EVERY = 25  # updates between kept records
 COLUMNS = re.compile(r"step|train/loss|eval/loss(_[ab])?")
 FOLDERS = re.compile(r"(?<!\S)/\S*/")  # an absolute path up to its last name
 
@@ -42,7 +42,7 @@ def comparisons(folder: Path) -> Iterator[dict]:
         for trial in found["trials"]:
             place = Path(trial["run"])
             if trial["state"] != "complete":
-                sys.exit(f"error: {path}: {place} has not finished. Repeat the command of the comparison first")
+                sys.exit(f"error: {path}: {place} has not finished. Rerun the command of the comparison first")
             if place.name not in runs:
                 runs[place.name] = packed(place)
             if (loss := runs[place.name]["metrics"]["eval/loss_b"][-1]) != trial["loss_b"]:
@@ -50,7 +50,7 @@ def comparisons(folder: Path) -> Iterator[dict]:
             trials.append({key: trial[key] for key in ("method", "lr", "seed")} | {"run": place.name})
         about = {key: found[key] for key in ("shared", "command", "design")}
         yield {"comparison": path.parent.name} | about | {"trials": trials}
-    runs |= {path.parent.name: packed(path.parent) for path in folder.glob("*/metrics.jsonl")}  # of smoke
+    runs |= {path.parent.name: packed(path.parent) for path in folder.glob("*/metrics.jsonl")}  # the piece `smoke`
     yield from (runs[name] for name in sorted(runs))
 
 
@@ -66,7 +66,7 @@ def packed(folder: Path) -> dict:
         start["text"] = FOLDERS.sub("", start.get("text", ""))
     kept = [
         record for i, record in enumerate(records)
-        if i in (0, len(records) - 1) or record["step"] % EVERY == 0
+        if i in (0, len(records) - 1) or record["step"] % KEPT_EVERY == 0
         or any(name.startswith("eval/") for name in record)
     ]  # fmt: skip
     names = dict.fromkeys(name for record in kept for name in record if COLUMNS.fullmatch(name))
@@ -107,7 +107,7 @@ def main(folder: str, output: str) -> None:
     found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     lines = found or list(comparisons(Path(folder)))
     if not lines:
-        sys.exit(f"error: {folder}: has neither comparisons nor results of a benchmark")
+        sys.exit(f"error: {folder}: has neither comparisons nor benchmark results")
     write(lines, Path(output))
     print(f"{output}: {len(lines)} lines, {Path(output).stat().st_size:,} bytes")
 

@@ -96,7 +96,7 @@ def cells(d: dict) -> list[str]:
     return [f"{d['mean']:+.4f} ({d['n']})", f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.3f}", d["better"]]
 
 
-def one_level(found: Sequence[dict], which: str = "the row's method is") -> str:
+def interval_note(found: Sequence[dict], which: str = "the row's method is") -> str:
     """The note on the intervals of a table; ``which`` says what is better if a difference is negative."""
     level, n = 100 * found[0]["level"], found[0]["of"]
     return (
@@ -107,7 +107,7 @@ def one_level(found: Sequence[dict], which: str = "the row's method is") -> str:
 
 
 class Piece:
-    """The runs and comparisons of one piece of the programme."""
+    """The runs and comparisons of one piece of the experiments."""
 
     def __init__(self, path: Path):
         self.name, self.folder = path.name.partition(".")[0], path.parent
@@ -117,7 +117,7 @@ class Piece:
         self.effects = [effect for c in self.comparisons for effect in c.effects.values()]
 
     def settings(self) -> list[str]:
-        """For each comparison, its shared words that other comparisons lack."""
+        """For each comparison, those of its shared words that not every comparison has."""
         all_words = [c.words for c in self.comparisons]
         return [" ".join(w for w in c.words if not all(w in other for other in all_words)) for c in self.comparisons]
 
@@ -168,7 +168,7 @@ def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
     piece = read(folder / "longer.jsonl.gz")
     for c, words in zip(piece.comparisons, piece.settings(), strict=True):
         rate, more = c.design.rates[0], LONGER[words.partition(" ")[0]]
-        if more or rate != 0.01:  # `paper` already has these: three of its five seeds
+        if more or rate != 0.01:  # the rest are in `paper`: three of its five seeds
             found.append((c, f"rate {rate:g}{more}", c.effects["cola+dlr"]))
     comparisons, settings, effects = zip(*found, strict=True)
     return list(zip(comparisons, settings, together(effects), strict=True))
@@ -187,7 +187,7 @@ def differences(piece: Piece) -> Table:
         "PPL is the mean perplexity over seeds; the difference is between losses. Where seeds scatter, as at 0.01, it "
         "need not be the logarithm of the PPLs' ratio. Of two rates, the first is without DLR, the second with it."
     )
-    return Table(header, rows, [one_level([d for _, _, d in found], "with DLR is"), note], (2, 3, 4, 6))
+    return Table(header, rows, [interval_note([d for _, _, d in found], "with DLR is"), note], (2, 3, 4, 6))
 
 
 def tune(piece: Piece) -> Table:
@@ -200,12 +200,12 @@ def tune(piece: Piece) -> Table:
             shown = cells(next(left)) if method in c.effects else [""] * 4
             rows.append([setting, method, f"{choice['lr']:g}", perplexities(c.held_out(method)), *shown])
     header = ["Setting", "Method", "Rate", "Perplexity", "Difference", "Interval", "p", "Better"]
-    return Table(header, rows, [one_level(effects)], (3, 4, 6))
+    return Table(header, rows, [interval_note(effects)], (3, 4, 6))
 
 
 def mechanism(piece: Piece) -> Table:
-    """By rounding and decay, two losses minus that of ``cola`` with DLR: ``cola`` started at DLR's offset, and plain
-    ``cola``."""
+    """Two losses minus that of ``cola`` with DLR, by rounding and decay: those of ``cola`` started at DLR's offset and
+    of plain ``cola``."""
     shown = {id(effect): cells(d)[:2] for effect, d in zip(piece.effects, together(piece.effects), strict=True)}
     rows = []
     for c in piece.comparisons:
@@ -264,19 +264,19 @@ def tune_order(piece: Piece) -> Table:
     alike = (f"{sum(theirs[s][a] < theirs[s][b] for a, b in pairs)} at {s}" for s in SCALES)
     notes = [
         "Perplexities, with the rank among the methods of this table in brackets. Text and model sizes differ.",
-        f"Of the {len(pairs)} pairs of these methods, the paper orders like ours: {', '.join(alike)}.",
+        f"Of the {len(pairs)} pairs of these methods, the paper orders as we do: {', '.join(alike)}.",
     ]
     return Table(["Method", "Ours", *(f"{scale} paper" for scale in SCALES)], rows, notes, range(1, 6))
 
 
 def tune_effect(piece: Piece) -> Table:
-    """The change by DLR, ours and the paper's."""
+    """The change due to DLR, in our runs and in the paper."""
     theirs = np.log(paper())
     rows = [
         [e["method"], *cells(d)[:2], *(f"{theirs[s][e['method']] - theirs[s][e['against']]:+.4f}" for s in SCALES)]
         for e, d in zip(piece.effects, together(piece.effects), strict=True)
     ]
-    note = "The paper's, from its printed perplexities: its convention makes a difference one percent too small."
+    note = "The paper's changes are from its printed perplexities, whose convention makes them one percent too small."
     header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
     return Table(header, rows, [note], (1, 3, 4, 5, 6))
 
@@ -290,7 +290,7 @@ def smoke(piece: Piece) -> Table:
     seeds = sorted({run["config"]["seed"] for run in piece.runs.values()})
     here = dlr_at_250({seed: [r for r in piece.runs.values() if r["config"]["seed"] == seed] for seed in seeds})
     known, mean = estimate(list(there.values()), LEVEL), float(np.mean(list(here.values())))
-    reach = (known["high"] - known["mean"]) * math.sqrt(1 + len(there) / len(here))  # Student's t, for a mean of these
+    reach = (known["high"] - known["mean"]) * math.sqrt(1 + len(there) / len(here))  # Student's t, for the new mean
     low, high = known["mean"] - reach, known["mean"] + reach
     rows = [[str(seed), f"{difference:+.4f}"] for seed, difference in here.items()]
     notes = [
@@ -301,7 +301,7 @@ def smoke(piece: Piece) -> Table:
 
 
 def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
-    """By seed, the loss on half B with DLR minus that without it, at update 250."""
+    """The loss on half B with DLR minus that without it, at update 250, by seed."""
     found = {}
     for seed, both in runs.items():
         columns = {run["config"]["dlr"]["enabled"]: run["metrics"] for run in both}
@@ -355,13 +355,13 @@ def listed(values: Iterable) -> str:
     return ", ".join(map(str, sorted(set(values))))
 
 
-# The colours of Okabe and Ito (2008), which every kind of colour vision tells apart.
+# The colours of Okabe and Ito (2008), which people with any kind of colour vision can tell apart.
 COLOURS = dict(zip(BACKBONES, ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#009E73"), strict=True))
-EDGE = 0.36  # nats/token: wider intervals leave the figure, with an arrow
+EDGE = 0.36  # nats/token: an arrow marks an interval that goes beyond
 
 
 def draw_differences(piece: Piece) -> Figure:
-    """The differences of docs/evidence.md with their intervals, in the backbone's colour; filled where p shows one."""
+    """The differences of docs/evidence.md with intervals, in the backbone's colour; a dot is filled if p shows one."""
     found = headline(piece.folder)
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     ax = figure.subplots()
@@ -424,7 +424,7 @@ def made(piece: str, name: str, folder: Path) -> Table | None:
 
 
 def insert(text: str, folder: Path) -> str:
-    """``text`` with its tables written again."""
+    """``text`` with its tables regenerated."""
 
     def body(found: re.Match) -> str:
         table = made(found[2], found[3], folder)
@@ -435,7 +435,7 @@ def insert(text: str, folder: Path) -> str:
 
 
 def linked_files(text: str) -> list[tuple[str, str, str]]:
-    """The files that the page links: (piece, table or figure, ``csv`` or ``png``)."""
+    """The files that the page links to: (piece, table or figure, ``csv`` or ``png``)."""
     return re.findall(r"\(evidence/(\w+)/(\w+)\.(csv|png)\)", text)
 
 

@@ -60,9 +60,9 @@ def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The known name that was most likely meant: for another trainer's key, the same leaf elsewhere, or a typo.
+    """The known name most likely meant by another trainer's key, by a key in the wrong section, or by a typo.
 
-    Returns advice for a key of other trainers without a counterpart, and "" if nothing is near.
+    Returns advice for another trainer's key that has no counterpart here, and "" if nothing is near.
     """
     name = name.lower()
     leaf = name.rpartition(".")[2]

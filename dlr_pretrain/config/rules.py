@@ -1,6 +1,6 @@
 """Rules that span several keys or concern the machine, and can be checked before a run starts.
 
-A rule of a single backbone or optimizer stands in the class of its options.
+The rules of a single backbone or optimizer are in the class of its options.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlr_pretrain.config.tree import DEFAULT_STREAMS, OPEN_GROUPS, Config, large
 from dlr_pretrain.config.written import flatten, to_dict
 from dlr_pretrain.util.secrets import redact
 
-# A key or the beginning of keys, another key, and the values of this other key for which the keys are read.
+# A key or a prefix of keys, another key, and the values of that other key for which the former are read.
 READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
@@ -81,7 +81,7 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
         yield "the factors start from run.start_from"
     places = (cfg.data.root, cfg.data.train_files, cfg.data.validation_files)
     if name == "data.revision" and not any((place or "").startswith("hf://") for place in places):
-        yield "no text is on the hub"
+        yield "no text comes from the hub"
     if name in ("train.lr_decay", "train.min_lr_ratio") and cfg.train.lr_decay_steps == 0:
         yield "train.lr_decay_steps=0"
     if name == "scale.rank" and cfg.backbone.rank is cfg.optimizer.rank is None:
@@ -107,7 +107,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
         yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
     if cfg.precision.name == "bf16_sr" and not cfg.optimizer.rounds_stochastically:
-        rule = f"optimizer={cfg.optimizer.name} always rounds its weights to the nearest"
+        rule = f"optimizer={cfg.optimizer.name} always rounds its weights to nearest"
         yield Problem("precision", "bf16_sr", rule, "Use optimizer=adamw or adamw_8bit, or precision=bf16_mixed")
 
 
@@ -115,13 +115,13 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     dlr, masters = cfg.dlr, cfg.precision.name not in ("bf16", "bf16_sr")
     free = masters and dlr.train_b and dlr.mode != "offset"
     if dlr.enabled and _starts_from_weights(cfg) and not free:
-        rule = f"sets B to weights minus the residual, which dlr={dlr.name} in {cfg.precision.name} would lose"
+        rule = f"sets B to the weights minus the residual, which dlr={dlr.name} in {cfg.precision.name} would lose"
         fix = "Use dlr=off, or dlr=on with precision=bf16_mixed or fp32"
         yield Problem("run.start_from", cfg.run.start_from, rule, fix)
     special = {f"mode={dlr.mode}": dlr.mode != "residual", "learn_alpha=true": dlr.learn_alpha,
                "train_b=false": not dlr.train_b}  # fmt: skip
     if sum(special.values()) > 1:
-        rule = f"{' and '.join(name for name, chosen in special.items() if chosen)} exclude each other"
+        rule = f"{' and '.join(name for name, chosen in special.items() if chosen)} are mutually exclusive"
         yield Problem("dlr", dlr.name, rule, "Keep one of them")
 
 
@@ -149,7 +149,7 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
         fix = f"Try {largest_divisor(batch, streams)}"
         yield Problem("data.streams", streams, f"must divide train.global_batch={batch}", fix)
     elif streams % world_size:
-        rule = f"must be a multiple of the {world_size} ranks, which divide the data streams evenly"
+        rule = f"must be a multiple of the {world_size} ranks, which share the data streams evenly"
         fewer = largest_divisor(streams, world_size)
         fix = f"Set data.streams={fitting(share)} before the first start, or start {fewer} ranks"
         yield Problem("data.streams", streams, rule, fix)
@@ -193,7 +193,7 @@ def _machine(cfg: Config) -> Iterator[Problem]:
         yield Problem("data.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
     if path is not None and not os.path.exists(path):
         on_the_hub = f"; on the hub: tokenizer.hub={path}" if re.fullmatch(r"[\w-]+(/[\w.-]+)?", path) else ""
-        fix = f"Name a tokenizer.json, a sentencepiece model or their folder{on_the_hub}"
+        fix = f"Name a tokenizer.json, a sentencepiece model or a folder with one{on_the_hub}"
         yield Problem("tokenizer.path", path, "no such file", fix)
     for name, place in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
         if place is not None and os.path.isfile(place):

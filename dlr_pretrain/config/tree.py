@@ -17,7 +17,7 @@ from dlr_pretrain.config.problems import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
-HUGE = 1 << 20  # bound of numbers that a typing error could make so large that a check would hang
+HUGE = 1 << 20  # bound on numbers that a typo could make so large that a check would hang
 PAPER_VOCAB_SIZE = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 GPUS_A_NODE = 8  # assumed for plans, where torchrun does not set it
 DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
@@ -50,7 +50,7 @@ def key(doc: str, default: object = MANDATORY, *, fixed: bool = False, **bounds:
 class Options:
     """The options of a backbone or an optimizer. Its YAML file names the class as ``_target_``.
 
-    A subclass stands in the file that uses it, in this package or in a user's own. A field with a ``key`` is a key of
+    A subclass is in the file that uses it, in this package or in a user's own. A field with a ``key`` is a key of
     the configuration, whose value is in the YAML file. The other attributes describe the backbone or optimizer.
     """
 
@@ -76,8 +76,8 @@ class BackboneOptions(Options):
 class How(NamedTuple):
     """How updates are computed and rounded."""
 
-    compiled: bool = False  # compile updates that are not torch's kernels
-    rounding_seed: int | None = None  # of stochastic rounding, for optimizers that support it; None: to the nearest
+    compiled: bool = False  # compile updates that are not torch's own kernels
+    rounding_seed: int | None = None  # of stochastic rounding, for optimizers that support it; None: to nearest
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Dlr:
     learn_alpha: bool = key("alpha is learned for each projection, without weight decay", False)
     variance_correction: bool = key("beta = alpha / sqrt(K), with K copies of each latent; false: beta = alpha", True)
     grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or random", "contiguous")
-    grouping_seed: int = key("seed of random grouping, with the layer's name", 0, ge=0)
+    grouping_seed: int = key("seed of random grouping, combined with the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, and only the residual remains", True)
     mode: Literal["residual", "offset"] = key("a residual beside B, or only an initial offset of B", "residual")
 
@@ -141,11 +141,13 @@ class Parallel:
 class Data:
     source: Literal["local", "tokens", "sample"] = key("where the text comes from", fixed=True)
     revision: str | None = key("on the hub: a commit, tag or branch; null: the newest commit at the start", None)
-    cache: str | None = key("copies of remote shards; tokens of small text, indexes of .gz (null: in ~/.cache)", None)
+    cache: str | None = key(
+        "folder for copies of remote shards, tokens of small texts and indexes of .gz files; null: in ~/.cache", None
+    )
     root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://")
     train_files: str | None = key("glob of training shards, absolute or below data.root; null: all files", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
-    held_out: float = key("share of documents held out, by a hash, if no files are for validation", 0.01, gt=0, lt=1)
+    held_out: float = key("share of documents held out, by a hash, if there are no validation files", 0.01, gt=0, lt=1)
     text_key: str = key("field of a record that holds the text; meta.text is a nested field", "text")
     document: Literal["file", "paragraph"] = key(
         "what counts as a document in a .txt file; blank lines end a paragraph", "file"
@@ -174,7 +176,7 @@ class Train:
     warmup_steps: int | None = key("warm-up steps; null: train.warmup_ratio of all", None, ge=0)
     min_lr_ratio: float = key("final learning rate, as a share of the peak", 0.1, ge=0, le=1)
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
-    lr_decay_steps: int | None = key("final steps, of decay; null: all after the warm-up; 0: none", None, ge=0)
+    lr_decay_steps: int | None = key("steps of decay at the end; null: all after the warm-up; 0: none", None, ge=0)
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1, le=HUGE)
     micro_batch: int | Literal["auto"] | None = key(
         "sequences that a rank processes at once; auto: as many as fit on its GPU; null: by scale.micro_batch",
@@ -196,7 +198,7 @@ class Train:
 class Eval:
     every: int = key("steps between evaluations; train.steps or more: only the last step is evaluated", 1000, ge=1)
     tokens: int = key("real tokens of validation text; all of it, if there are fewer", 10_000_000, ge=1)
-    packing: Literal["packed", "pad"] = key("packed, or one padded document a sequence, as in published numbers", "pad")
+    packing: Literal["packed", "pad"] = key("packed, or a padded document per sequence, as in published numbers", "pad")
 
 
 @dataclass
@@ -208,7 +210,7 @@ class Checkpoint:
 
 @dataclass
 class Log:
-    every: int = key("steps between console lines without a terminal", 10, ge=1)
+    every: int = key("steps between console lines if the output is not a terminal", 10, ge=1)
 
 
 @dataclass
@@ -283,7 +285,7 @@ class Config:
     def micro_batch(self, world_size: int) -> int:
         """The micro-batch of a rank: as given, or the largest divisor of its share up to the scale's.
 
-        A run on GPUs resolves ``auto`` before this call, see ``train/micro_batch.py``. Elsewhere ``auto`` means null.
+        A run on GPUs resolves ``auto`` before this call (see ``train/micro_batch.py``). Elsewhere ``auto`` means null.
         """
         if isinstance(self.train.micro_batch, int):
             return self.train.micro_batch
@@ -333,8 +335,9 @@ class Key:
     def read(self, value: Any) -> Any:
         """``value`` in the key's type. Raises ValueError if it is not allowed.
 
-        Nothing is rounded, and true and false are not numbers. Text may be a number, because an environment variable
-        is text, as in ``train.lr=${oc.env:LR}``. A number is not text: Hydra turns 2026_11_22 into 20261122.
+        Nothing is rounded, and true and false are not numbers. A number may be given as text, because an environment
+        variable is text, as in ``train.lr=${oc.env:LR}``. A text key refuses numbers: Hydra turns 2026_11_22 into
+        20261122.
         """
         kind, words, optional = self.kinds()
         if (optional and value is None) or (isinstance(value, str) and value in words):
@@ -358,7 +361,7 @@ class Key:
 
 
 def keys_of(section: type) -> Iterator[tuple[str, Key]]:
-    """Yields the name and the key of each field that a dataclass declares by ``key``."""
+    """Yields the name and the key of each field that a dataclass declares with ``key``."""
     hints = typing.get_type_hints(section)
     for f in dataclasses.fields(section):
         if f.metadata:

@@ -1,4 +1,4 @@
-"""Converts a ``Config`` from and to a mapping, reports problems of keys, and reads what a run records about itself."""
+"""Converts a ``Config`` to and from a mapping, reports problems of keys, and reads what a run records about itself."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
     """The ``Config`` of a composed or a written mapping. Raises ConfigError with the problems of all keys.
 
     ``typed`` are the keys of a command line, which cannot set fixed keys (None: a run wrote the mapping). A missing key
-    gets its default if this is a plain value.
+    gets its default if that is a plain value.
     """
     keys, given = all_keys(tree), flatten(tree)
     problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
@@ -128,7 +128,7 @@ def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
 
 
 def _is_value(default: object) -> bool:
-    """Whether a default is a value, instead of set by an option, by the user or from other keys."""
+    """Whether a default is a value, so that no option, user or other key has to set it."""
     return default != MANDATORY and not (isinstance(default, str) and "${" in default)
 
 
@@ -180,7 +180,7 @@ def _refused(name: str, value: object, key: Key) -> Problem:
 
 
 def identity(cfg: Config) -> dict[str, object]:
-    """The values, as JSON returns them, of the dotted keys that affect the mathematics of a run."""
+    """The dotted keys that affect the mathematics of a run, with their values as JSON returns them."""
     tree = to_dict(cfg)
     tree["data"]["streams"] = cfg.num_streams
     found = {name: value for name, value in flatten(tree).items() if not name.startswith(CHANGEABLE)}
@@ -217,8 +217,8 @@ def shorter_run(cfg: Config) -> str:
         with suppress(UserError, OSError):  # the record of another run may be damaged or unreadable
             changed = differences(read_record(path).get("identity", {}), own)
             if changed.keys() == {"train.steps"}:
-                note = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with that"
-                return f"{note}, or start from it: run.start_from={path} run.start_optimizer=true"
+                note = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with"
+                return f"{note} that value, or start from it: run.start_from={path} run.start_optimizer=true"
     return ""
 
 

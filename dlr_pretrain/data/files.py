@@ -132,7 +132,7 @@ def _walk(root: str) -> Iterator[str]:
 def _find_local(root: str, names: Iterable[str]) -> list[File]:
     paths = {name: os.path.join(root, name) for name in sorted(set(names))}  # a glob with several ** finds files twice
     return [
-        File(name, path, os.path.getsize(path) if os.path.exists(path) else None)  # None: a link to nowhere
+        File(name, path, os.path.getsize(path) if os.path.exists(path) else None)  # None: a broken link
         for name, path in paths.items()
         if not os.path.isdir(path)
     ]
@@ -308,7 +308,7 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
         except OSError as error:
             fix = "Was it moved? Check data.root, data.train_files and data.validation_files"
             nowhere = os.path.islink(file.address) and not os.path.exists(file.address)
-            link = f": it is a link to nowhere, {os.readlink(file.address)}" if nowhere else ""
+            link = f": it is a broken link to {os.readlink(file.address)}" if nowhere else ""
             raise UserError(f"{file.address}: {error.strerror}{link}. {fix}") from error
     if cache is not None:
         return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))

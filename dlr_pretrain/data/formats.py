@@ -35,7 +35,7 @@ UNSUPPORTED = [  # how a file begins, what it is, and the fix
     ((b"<?xml",), "XML, perhaps an error of the server", FETCH),
 ]
 NOT_JSON_LINES = [
-    ((b"[",), "a JSON array, and a shard holds one JSON object a line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
+    ((b"[",), "a JSON array, and a shard holds one JSON object per line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
     ((b"{\n", b"{\r"), "one JSON object over several lines, not one a line", "Convert it: jq -c . FILE > FILE.jsonl"),
 ]
 DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four

@@ -1,9 +1,9 @@
 """The lines of a gzip file, starting near any line.
 
-A DEFLATE block refers to a window of the 32 KB of text before it, and may begin at any bit. While a file is read, a
-block that begins at a byte is searched for after every ``SPACING`` bytes of text. Such access points, each with its
-window, are stored in an index file, and a resume starts from the nearest one. (``indexed_gzip`` would decompress the
-file an extra time to find them.)
+A DEFLATE block refers to a window of the 32 KB of text before it, and may begin at any bit. After every ``SPACING``
+bytes of text, the reader looks for a block that begins on a byte boundary. Such access points, each with its window,
+are stored in an index file, and a resume starts from the nearest one. (``indexed_gzip`` would decompress the file an
+extra time to find them.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlr_pretrain.util.files import write_durably
 CHUNK_BYTES = 1 << 16  # compressed bytes that are decompressed at once
 SPACING = 32 << 20  # bytes of text between two access points
 WINDOW = 1 << 15  # bytes of text that a block may refer to
-MIN_BLOCK_TEXT = 1024  # bytes of text that a false block beginning does not yield by chance
+MIN_BLOCK_TEXT = 1024  # bytes of text; what only looks like a block does not yield this many by chance
 POINT = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before it
 GZIP_FILE, RAW_BLOCKS = 31, -15  # zlib's wbits: with or without gzip's header and checksum
 MAX_LINE_BYTES = 1 << 28
@@ -36,7 +36,7 @@ def lines(stream: BinaryIO, index: Path, start: int) -> Iterator[bytes]:
     points = _load_points(index)
     usable = points[points["line"] < start]  # a point lies inside a line, whose remainder is discarded
     line, begin, window = usable[-1].item() if len(usable) else (0, 0, b"")
-    del points, usable  # a megabyte in each stream
+    del points, usable  # they would hold a megabyte in each stream
     unfinished, since = [b""], 0  # parts of a line that has not ended; bytes of text since the last point
     for offset, chunk, text in _inflate(stream, begin, window):
         first, *more = text.split(b"\n")
@@ -59,7 +59,7 @@ def lines(stream: BinaryIO, index: Path, start: int) -> Iterator[bytes]:
 
 
 def _inflate(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields the file from an access point on, chunk by chunk: its offset, its compressed bytes, and their text."""
+    """Yields the file from an access point on, chunk by chunk: the chunk's offset, compressed bytes and text."""
     stream.seek(offset)
     inflate = zlib.decompressobj(RAW_BLOCKS, window) if window else zlib.decompressobj(GZIP_FILE)
     ended, trailer = False, 8 if window else 0

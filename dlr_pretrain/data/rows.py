@@ -1,7 +1,7 @@
 """The rows of a file, whatever its format, and the text of each.
 
 A row is a line of JSON, a whole text, a paragraph, or a field of a table. Parquet files, and JSON lines in gzip files,
-are read from near any row; other files are read from their start. Text is UTF-8. Bytes that are not UTF-8 become
+can be read from near any row; other files only from their start. Text is UTF-8. Bytes that are not UTF-8 become
 U+FFFD, and a file with more than a few of them is refused.
 """
 
@@ -25,7 +25,7 @@ READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhea
 BLANK = " \t\n\r\v\f"
 REPLACEMENT = "\ufffd"
 MAX_REPLACED = 0.001  # share of a file's characters that may be replaced
-MAX_STRAYS = 10  # documents with replaced characters before the share counts: reading may begin near a few of them
+MAX_STRAYS = 10  # documents with replaced characters before the share is checked: reading may begin near some
 
 log = logging.getLogger(__name__)
 _reported: set[str] = set()  # addresses of files whose first replaced bytes this process has reported
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         return f"{self.file.address}: document {self.number}{line}"
 
     def text(self) -> str:
-        """The text; a blank line is an empty document. Raises UserError, which names the row, if it has no text."""
+        """The text; a blank line is an empty document. Raises a UserError that names the row if the row has no text."""
         text: Any = self.content
         if self.kind == "lines" and self.content is not None:
             text = self._text_field(self.content) if self.content.strip(BLANK) else ""
@@ -58,7 +58,7 @@ class Row(NamedTuple):
         if text is None:
             found = "null"
         else:
-            fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are so"
+            fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are like this"
         raise UserError(f"{self.where()} has no text {self.text_key!r}: it is {found}. {fix}")
 
     def _text_field(self, line: str) -> Any:
@@ -66,7 +66,7 @@ class Row(NamedTuple):
         try:
             record = value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            fix = "A shard holds one JSON object a line; data.bad_rows=skip leaves such rows out"
+            fix = "A shard holds one JSON object per line; data.bad_rows=skip leaves such rows out"
             raise UserError(f"{self.where()} is not JSON ({error}). {fix}") from error
         for name in columns.field_path(self.text_key, record if isinstance(record, dict) else ()):
             if not isinstance(value, dict) or name not in value:
@@ -164,7 +164,7 @@ class EncodingCheck:
 
 
 def _is_cp1252(row: bytes) -> bool:
-    """Whether bytes are probably Western text: few are not ASCII, most of these not UTF-8, and all exist in cp1252."""
+    """Whether bytes are probably Western text: few are not ASCII, most of these are not UTF-8, and cp1252 has all."""
     utf8 = row.decode("utf-8", "ignore")
     strange, others = len(row) - len(utf8.encode()), len(utf8.encode()) - len(utf8)
     return others < strange < len(row) / 4 and REPLACEMENT not in row.decode("cp1252", "replace")

@@ -22,13 +22,13 @@ from dlr_pretrain.util.text import amount, plural, shortened
 
 SNIFF_THREADS = 16
 BLANK_BYTES = 64 << 10  # a text up to this size is read whole, to see whether it is blank
-SPLITS = ("test", "validation", "train")  # a name with several of these means the first, which must not be learnt
+SPLITS = ("test", "validation", "train")  # a name with several of these means the first: no test text is trained on
 WORD = re.compile(
     r"(?<![^\W\d_]| )(?:"  # no letter or space beside the word: a space means a title, as in "Turing test.txt"
     r"(?P<test>test(?:ing|s)?)|(?P<train>train(?:ing)?)|"
     r"(?P<validation>valid(?:ation)?|val|dev|evals?|evaluation|h[eo]ld[-_.]?out))(?:[-_ ]?set)?(?![^\W\d_]| )"
 )
-ALONE = re.compile(r"[-_]*(?:[.\d]|$)")  # follows a word that is the whole name except for numbers and suffixes
+WHOLE_NAME = re.compile(r"[-_]*(?:[.\d]|$)")  # follows a word that is the whole name except for numbers and suffixes
 SIDE_FILE = re.compile(
     r"(?:licen[cs]e|readme|requirements)(?:[-_].*)?|notice|copying|changelog|citation|authors|contributors|"
     r"contributing|metadata|dataset_infos?|dataset_dict|state|.*config|tokenizer|special_tokens_map|added_tokens|"
@@ -64,7 +64,7 @@ class Choice:
 
 
 def choose(data: Data) -> Choice:
-    """The files that ``data`` names. All local files are opened, and the first of remote files.
+    """The files that ``data`` names. All local files are opened, but only the first remote file.
 
     Raises UserError if no file is for training, or if a file is for both training and validation.
     """
@@ -74,7 +74,7 @@ def choose(data: Data) -> Choice:
         train, validation = _chosen_by_name(root, validation, left_out)
     elif both := {file.identity for file in train} & {file.identity for file in validation}:
         rule = f"data.train_files and data.validation_files both match {min(both)}"
-        raise UserError(f"{rule}: the evaluation would use text that was learnt. Narrow data.train_files")
+        raise UserError(f"{rule}: the evaluation would use training text. Narrow data.train_files")
     names = {file.name for file in train}  # addresses without a root may have the same names in both splits
     validation = [replace(file, name=file.address) if file.name in names else file for file in validation]
     train, validation = (_without_empty(files, data, left_out) for files in (train, validation))
@@ -106,7 +106,7 @@ def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> t
     texts = _unique(root, [file for file, why in found.items() if not why and file.identity not in taken], left_out)
     names = {file.name for file in texts}
     twins = {name for name in names if name.endswith(COMPRESSIONS) and os.path.splitext(name)[0] in names}
-    left_out |= dict.fromkeys(twins, "also there without compression")
+    left_out |= dict.fromkeys(twins, "also present without compression")
     texts = [file for file in texts if file.name not in twins]
     refuse_snapshots(texts)
     taken |= {file.identity for file in texts}  # including blobs, to which names in huggingface_hub's cache link
@@ -139,32 +139,32 @@ def _skip_reason(file: File) -> str:
     if SIDE_FILE.fullmatch(name.partition(".")[0]) and (kind in ("", "text") or name.endswith(".json")):
         return "a side file"
     if kind:
-        return "a link to nowhere" if file.is_local and file.size is None else ""
+        return "a broken link" if file.is_local and file.size is None else ""
     suffix = re.search(r"\.[^.]+(?:\.(?:gz|zst|bz2|xz))?$", name)
     why = f"{suffix[0]} is not read" if suffix else "a name without a suffix"
-    return why if (split := split_of(file.name)) == "train" else f"{why}, and its name is of a {split} split"
+    return why if (split := split_of(file.name)) == "train" else f"{why}, and its name is that of a {split} split"
 
 
 def split_of(name: str) -> str:
     """The split of a file by its name below the root: test, validation, or else train.
 
-    A folder or file that is named with the word alone (``train/``, ``val-0001.jsonl``) counts before one with a longer
-    name (``my_test_set/``): ``train/test_suite.jsonl`` is for training, and ``train_data/val/a.jsonl`` is not.
+    A folder or file whose name is the word alone (``train/``, ``val-0001.jsonl``) takes precedence over one with a
+    longer name (``my_test_set/``): ``train/test_suite.jsonl`` is for training, and ``train_data/val/a.jsonl`` is not.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("/")
     words = [word for part in parts for word in WORD.finditer(part)]
-    alone = [word for word in words if word.start() == 0 and ALONE.match(word.string, word.end())]
+    alone = [word for word in words if word.start() == 0 and WHOLE_NAME.match(word.string, word.end())]
     return min((word.lastgroup or "" for word in alone or words), key=SPLITS.index, default="train")
 
 
 def _main_kind(files: list[File]) -> str:
-    """The format with the most bytes; if servers report no sizes, with the most files; else FORMAT_NAMES' first."""
+    """The format with the most bytes; without reported sizes, the most files; in a tie, the first of FORMAT_NAMES."""
     sizes = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in FORMAT_NAMES}
     return max(FORMAT_NAMES, key=lambda kind: (sum(sizes[kind]), len(sizes[kind])))
 
 
 def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
-    """Each file once, even if links give it several names. Names of test and validation, and true paths, go first."""
+    """Each file once, even if links give it several names. Test and validation names, and real paths, go first."""
     top, kept = os.path.realpath(root), dict[str, File]()
 
     def rank(file: File) -> tuple[int, bool, str]:
@@ -177,7 +177,7 @@ def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File
 
 
 def _without_empty(files: list[File], data: Data, left_out: dict[str, str]) -> list[File]:
-    """The files that hold text. All local files are opened, and the first of remote files."""
+    """The files that hold text. All local files are opened, but only the first remote file."""
 
     def reason(file: File) -> str:
         return _empty_reason(file, data) if file.is_local or file == files[0] else "empty" if file.size == 0 else ""

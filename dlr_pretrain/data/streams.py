@@ -2,7 +2,7 @@
 
 An epoch joins the shards in a seeded order and cuts the result into equal parts, one for each of V streams. Parts are
 measured in what a stream uses up: tokens if documents are packed, documents if each is padded. Every stream provides
-equally many sequences, so all streams finish an epoch together, whatever the sizes of the files. Parts may differ by
+the same number of sequences, so all finish an epoch together, whatever the sizes of the files. Parts may differ by
 one token or document. A stream takes the next part in each epoch, so these differences do not add up.
 
 A stream reads its part block by block, and each block in its own seeded order. A block of text is a run of rows, which
@@ -29,7 +29,7 @@ BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
 BLOCK_CHARACTERS = 4 << 20  # ends a block of long texts, such as books, earlier
 CHUNK_DOCUMENTS = 64  # documents that are tokenised, or copied from a shard, at once
 MAX_IDLE = 4  # passes of a stream through all parts of a source without finding text
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+GOLDEN_MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 class Position(NamedTuple):
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
         Multiples of the golden ratio spread consecutive rows evenly over the shard's size. So a part of a file is the
         same share of its rows in any format, even before the rows are counted.
         """
-        return self.begin <= (row * GOLDEN % (1 << 64)) * self.size >> 64 < self.end
+        return self.begin <= (row * GOLDEN_MULTIPLIER % (1 << 64)) * self.size >> 64 < self.end
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Share:
 
 
 class BlockSource(Protocol):
-    """What a stream needs of a source."""
+    """What a stream needs from a source."""
 
     slack: float  # the share of a part by which a cut may move to the end of a shard
 
@@ -181,7 +181,7 @@ def cut(
 
 
 def _moved_to_ends(cuts: np.ndarray, edges: np.ndarray, shards: int, slack: float) -> np.ndarray:
-    """Cuts near the ends of shards, so that fewer shards are read by two streams.
+    """``cuts``, moved to nearby ends of shards so that fewer shards are read by two streams.
 
     Shards of nearly the same size count as equal. Otherwise a cut moves to the nearest end within the slack.
     """

@@ -41,7 +41,7 @@ class Tokenizer(ABC):
     saved_as: str  # the name of the model file in a folder
     vocab_size: int  # one more than the largest id
     eos_id: int
-    pad_id: int  # without meaning to the model; eos_id if the tokenizer has no padding
+    pad_id: int  # means nothing to the model; eos_id if the tokenizer has no padding
     unk_id: int | None  # for text that the tokenizer cannot express; None if it can express any text
     fingerprint: str  # SHA-256 of what decides the ids (a model file, or parts of a tokenizer.json) and of the end
     _model: Any  # the library's object: sentencepiece and tokenizers have no types
@@ -138,7 +138,7 @@ class FastTokenizer(Tokenizer):
             content = path.read_text(encoding="utf-8")
             self._model = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exceptions
-            fix = "Set tokenizer.path to a tokenizer.json as the tokenizers library saves it"
+            fix = "Set tokenizer.path to a tokenizer.json that the tokenizers library saved"
             raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
         self._model.no_truncation()
         self._model.no_padding()

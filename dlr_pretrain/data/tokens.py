@@ -47,7 +47,7 @@ def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     tokens = _memory_map(path, token_dtype(vocab_size))
     ends = _memory_map(path.with_suffix(ENDS), np.int64)
     if not len(ends) or ends[-1] != len(tokens):
-        raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ENDS} counts another number")
+        raise ValueError(f"it has {len(tokens):,} ids, but {path.stem}{ENDS} counts a different number")
     return tokens, ends
 
 
@@ -78,7 +78,7 @@ class TokenSource:
     remark = ""
     order, slack = "tokens 2", 0.0  # see ``TextSource``; no cut is moved
 
-    def __init__(self, root: Path, fix: str = f"{PREPARE} again: it keeps the sound shards"):
+    def __init__(self, root: Path, fix: str = f"{PREPARE} again, which keeps the intact shards"):
         self.root, self.fix = root, fix  # the fix for a damaged shard
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
@@ -99,7 +99,7 @@ class TokenSource:
 
     @contextmanager
     def _naming_shard(self, name: str) -> Iterator[Path]:
-        """The path of a shard. Within this context, errors of reading it become UserErrors that name it."""
+        """The path of a shard. Within this context, errors in reading it become UserErrors that name it."""
         path = self.root / name
         try:
             with naming(path):
@@ -164,14 +164,14 @@ class TokenSource:
     def _require_ids(self, ids: np.ndarray, begin: int) -> None:
         """Raise ValueError if ``ids``, from ``begin`` on in a shard, are not all in the vocabulary.
 
-        A GPU would end with an assertion of its own.
+        On a GPU, the lookup would otherwise end the process with an assertion.
         """
-        if ids.view(f"u{ids.itemsize}").max(initial=0) >= self.vocab_size:  # a negative id is a large one, too
+        if ids.view(f"u{ids.itemsize}").max(initial=0) >= self.vocab_size:  # unsigned, a negative id is large, too
             at = next(i for i, id in enumerate(ids.tolist()) if not 0 <= id < self.vocab_size)
             raise ValueError(f"token {begin + at:,} is {ids[at]}, beyond the vocabulary of {self.vocab_size:,}")
 
     def _take(self, where: np.ndarray, eos_id: int, numbers: np.ndarray) -> Tokens:
-        """The documents with these numbers of a block. </s> replaces the last token of a document that is cut off."""
+        """The documents of a block with these numbers. </s> replaces the last token of a document that is cut off."""
         chosen, parts = where[numbers], [np.empty(0)] * len(numbers)
         for shard in np.unique(chosen[:, 0]).tolist():
             with self._naming_shard(self.train_shards[shard]) as path:
@@ -180,7 +180,7 @@ class TokenSource:
                     _, begin, end = chosen[at].tolist()
                     parts[at] = mapped[begin:end]
                     if len(parts[at]) < end - begin:
-                        raise ValueError(f"it has {len(mapped):,} ids, and there were more")
+                        raise ValueError(f"it has {len(mapped):,} ids, and it had more before")
                     self._require_ids(parts[at], begin)
         tokens = np.concatenate(parts)
         after = np.cumsum(chosen[:, 2] - chosen[:, 1])
@@ -188,7 +188,7 @@ class TokenSource:
         return Tokens(tokens, np.concatenate(([0], after[:-1])))
 
     def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
-        """Yields the validation documents in their order, some at a time."""
+        """Yields the validation documents in their order, a chunk at a time."""
         self._require(tokenizer)
         for name in self.validation_shards:
             tokens, ends = self.shard(name)
@@ -215,7 +215,7 @@ def read_manifest(root: Path) -> dict:
     path = root / MANIFEST
     try:
         manifest = read_json(path, {"format": int})
-        rule = f"shards of format {manifest['format']}, and this version reads format {FORMAT}"
+        rule = f"shards of format {manifest['format']}, but this version reads format {FORMAT}"
         if manifest["format"] == FORMAT:
             if not (wrong := misfit(manifest, MANIFEST_SHAPE)):
                 return manifest

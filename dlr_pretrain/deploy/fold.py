@@ -1,8 +1,8 @@
 """Folds a checkpoint into a folder that ``transformers`` loads, and reports what folding changed.
 
 The folded weights must equal those of the training forward pass (B + beta R^T) bit for bit. The exported model is also
-compared with the paper's form, in which the residual is a branch in activation space, whose rounding differs. As the
-paper does, the report gives perplexity, error of the logits and latency.
+compared with the paper's form, in which the residual is a branch in activation space, whose rounding differs. As in
+the paper, the report gives perplexity, logit errors and latency.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dlr_pretrain.util.tensors import ALPHA, IGNORE, WORKING_DTYPE
 from dlr_pretrain.util.text import perplexity
 
 SEQUENCES = 8  # per forward pass
-TIMED = 0.2  # the least seconds of forward passes that a latency is measured over
+TIMED = 0.2  # minimum seconds of forward passes over which a latency is measured
 
 
 def fold_checkpoint(
@@ -55,7 +55,7 @@ def fold_checkpoint(
     report = [] if has_residual else [f"{'layers':<29} nothing to fold"]
     if tokens > 0 and has_residual:
         target = deployed(cfg, folded, dense, dtype)
-        same = {"weights_identical": are_trained(cfg, tensors, folded)}
+        same = {"weights_identical": weights_identical(cfg, tensors, folded)}
         changes = same | consistency(cfg, tensors, *target, validation_of(run, cfg, tokens), device)
         record = record | {f"fold/{name}": value for name, value in changes.items()}
         report = [f"{name.replace('_', ' '):<29} {few_digits(value, 6)}" for name, value in changes.items()]
@@ -77,8 +77,8 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
         raise UserError(f"{error}. {alternative}") from error
     trained = record.get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:  # the perplexity would not be comparable with the run's
-        rule = f"data.shards={source.fingerprint[:12]} instead of the run's {trained[:12]} ({MANIFEST})"
-        raise UserError(f"{source.describe()}: the text has changed, {rule}. Restore the run's text; {alternative}")
+        rule = f"data.shards={source.fingerprint[:12]} instead of the run's {trained[:12]} in {MANIFEST}"
+        raise UserError(f"{source.describe()}: the text has changed ({rule}). Restore the run's text; {alternative}")
     return validation_set(limited, source, load_tokenizer(run / "tokenizer"))
 
 
@@ -97,7 +97,7 @@ def by_exported_name(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 @torch.no_grad()
-def are_trained(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
+def weights_identical(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
     """Whether ``folded`` equal, bit for bit, the working weights that training forms from ``tensors``."""
     cpu, dtype = torch.device("cpu"), WORKING_DTYPE[cfg.precision.name]
     model = build_model(cfg, len(tensors["lm_head.weight"]), cpu, dtype, initialize=False)
@@ -121,7 +121,7 @@ def consistency(
     validation: ValidationSet,
     device: torch.device,
 ) -> dict[str, object]:
-    """What folding changed, by name: the model of ``cfg`` with a checkpoint's ``state`` against the exported model.
+    """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to the exported model.
 
     ``own`` and ``weights`` are the exported configuration and tensors (see ``deployed``). Both models compute in the
     run's working dtype. Before folding, the residual is a branch in activation space. Latencies are medians in ms.

@@ -92,11 +92,11 @@ def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The SVD of ``weight`` [m, n] at ``rank`` k, in float64: U [m, k], S [k], Vh [k, n].
 
     It is computed from the eigenvectors of the smaller Gram matrix. For the sizes here this is several times faster
-    than an SVD, which finds all vectors of both sides. In float64 the squared condition number costs no precision that
+    than an SVD, which finds all vectors on both sides. In float64 the squared condition number costs no precision that
     the weights have.
 
     The sign of a pair of singular vectors is arbitrary, and libraries and devices choose it differently. It matters
-    when a nonlinearity stands between the factors. Here the largest entry of the shorter vector is positive.
+    when there is a nonlinearity between the factors. Here the largest entry of the shorter vector is positive.
     """
     wide = weight.double()
     if weight.shape[0] > weight.shape[1]:

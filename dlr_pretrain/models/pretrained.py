@@ -74,7 +74,7 @@ class PretrainedFolder:
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
-        """Copy these weights into ``model``, which is initialized; lora and relora keep their initial factors."""
+        """Copy these weights into ``model``, which is initialised; lora and relora keep their initial factors."""
         own = adapter.split(model, model.state_dict())
         for name in self.files:
             own[name].copy_(self.read(name))

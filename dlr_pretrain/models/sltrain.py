@@ -23,11 +23,11 @@ class Options(BackboneOptions):
 
 
 class Sltrain(Layer):
-    """y = (s B A + S) x, s = alpha / rank. B starts at zero, A and the values uniform with bound 1/sqrt(d_in).
+    """y = (s B A + S) x, s = alpha / rank. B starts at zero; A and the values start uniform with bound 1/sqrt(d_in).
 
     S [d_out, d_in] has int(sparsity d_in d_out) entries: trained ``values`` at the sorted flat positions ``index``.
-    Forward and backward pass each form the dense matrix and drop it; in ``eval`` mode autograd keeps it. The export
-    contains this matrix.
+    The forward and the backward pass each form the dense matrix and drop it; in ``eval`` mode, autograd keeps it. The
+    export contains this matrix.
     """
 
     deployed_dense = True

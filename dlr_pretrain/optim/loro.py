@@ -62,7 +62,7 @@ class Loro(Adam):
     the factors themselves, by r / ``hidden_size`` times Adam's step.
 
     ``index`` determines both the exact steps and the restarts of the rate. A skipped update, or a run that starts from
-    weights alone, therefore shifts neither. An exact step resets the state of all parameters, and k counts from there.
+    weights alone, therefore shifts neither. An exact step resets the state of all parameters, including Adam's k.
     """
 
     def __init__(self, groups: list[dict], options: Options):

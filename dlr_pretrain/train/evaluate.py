@@ -17,8 +17,8 @@ from dlr_pretrain.util.text import perplexity
 # The GaLore family of scripts divides the summed losses of n batches by n + 1. A batch there is 512 sequences over all
 # ranks, with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
-FEWEST_BATCHES = 50  # with fewer, the convention's value is too far from that of the published tables, which had 101
-STRIPES = 16  # of the validation set, which belong to its two halves in turn
+MIN_BATCHES = 50  # with fewer, the convention's value is too far from that of the published tables, which had 101
+STRIPES = 16  # parts of the validation set, which belong to its two halves in turn
 
 
 class Evaluator:
@@ -75,10 +75,10 @@ def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:
 def galore_perplexity(loss: float, real_tokens: int) -> float | None:
     """The perplexity as the GaLore family of scripts reports it: exp(L n / (n + 1)), n = ceil(real tokens / 195 / 512).
 
-    None if n < ``FEWEST_BATCHES``. Published figures have n = 101; n decides how far they are below exp(L).
+    None if n < ``MIN_BATCHES``. Published figures have n = 101; n decides how far they are below exp(L).
     """
     n = math.ceil(real_tokens / GALORE_BATCH_TOKENS)
-    return perplexity(loss * n / (n + 1)) if n >= FEWEST_BATCHES else None
+    return perplexity(loss * n / (n + 1)) if n >= MIN_BATCHES else None
 
 
 def _full(rows: torch.Tensor, n: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 An update whose loss or gradient is not finite changes nothing on the device. ``Guard`` counts it, keeps its batch, and
 ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank whose data fail carries the failure into
 its next update, which changes nothing on any rank: all ranks end at the same step. A save that fails for good fails on
-all ranks. All ranks learn in the next update that any of them was asked to stop.
+all ranks. If any rank was asked to stop, all ranks learn this in the next update.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ AFTER_TRAINING = "after the last step, before the folded checkpoint"
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
-    """Whether this rank was ``asked`` to stop. Within this context, signals ask it.
+    """Whether this rank was ``asked`` to stop. Within this context, stop signals ask it to.
 
     A run stops at the next step boundary. Before the first step of this start, and when all steps are saved, nothing
-    would be lost: the signal handler ends the process at once. An exception that it raised would land in foreign code,
-    such as a compiler or a client of the hub, which may swallow it or turn it into another error. A second Ctrl-C also
-    ends the process at once.
+    would be lost, so the signal handler ends the process at once. An exception from it would land in other code, such
+    as a compiler or a client of the hub, which may swallow it or turn it into another error. A second Ctrl-C also ends
+    the process at once.
     """
 
     def __init__(self, ranks: Ranks):
@@ -72,7 +72,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
                 record_stop(self.ranks.heartbeat.folder, stopped)
             exit_process(stopped, say=self.ranks.is_main)
         if self.ranks.is_main:
-            write_to_stderr("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
+            write_to_stderr("\nasked to stop: saving after this step; a second Ctrl-C exits at once")
 
     def training_done(self) -> None:
         """Note that all steps are saved: the run stops at once if it was asked to, or is asked from now on."""
@@ -93,7 +93,7 @@ def _stopped(when: str) -> Stopped:
 class Guard:
     """Decides whether a run goes on.
 
-    Writes batches of updates that are not finite to ``<run>/nonfinite``, as text of ``tokenizer``; a trial has none.
+    Writes batches of updates that are not finite to ``<run>/nonfinite``, decoded by ``tokenizer``; a trial has none.
     """
 
     cfg: Config
@@ -125,7 +125,7 @@ class Guard:
             raise
         except MemoryError as error:
             rows, length = self.cfg.train.global_batch // self.ranks.world_size, self.cfg.train.seq_len
-            rule = f"no memory for the training data, {rows:,} sequences of {length:,} tokens a rank and step"
+            rule = f"no memory for the training data, {rows:,} sequences of {length:,} tokens per rank and step"
             raise UserError(f"{rule}: {first_line(error)}. Lower train.global_batch, or use more ranks") from error
         except Exception as error:  # from a library or the system
             write_to_stderr(traceback.format_exc())
@@ -192,14 +192,14 @@ class Guard:
         with suppress(UserError):
             self.saver.wait()
         last = self.saver.saved
-        saved = f"Step {last}, the last that was saved, is whole" if last else "Nothing was saved"
+        saved = f"Step {last}, the last that was saved, is intact" if last else "Nothing was saved"
         if not all(finite):
             raise Diverged(
-                f"step {step}: the last updates left weights that are not finite. {saved}. "
+                f"step {step}: the last updates produced weights that are not finite. {saved}. "
                 f"Lower train.lr={self.cfg.train.lr:g}"
             )
         raise UserError(
-            f"step {step}: the ranks hold different weights, {len(differ)} of them from {differ[0]} on. "
+            f"step {step}: the ranks hold different weights, {len(differ)} in all, the first of them {differ[0]}. "
             f"{saved}. Use GPUs of one kind and one version of torch on all nodes"
         )
 
@@ -212,10 +212,10 @@ class Guard:
         if self.stop_requested:
             raise Stopped(f"{where} (asked to stop); saved. The same command continues")
         if stop_after is not None and step >= stop_after:  # also if the run resumes beyond it
-            raise Stopped(f"{where} (train.stop_after={stop_after}); saved. Without it, the run goes on")
+            raise Stopped(f"{where} (train.stop_after={stop_after}); saved. Without this setting, the run goes on")
 
     def raise_reason(self, step: int, outcome: Outcome[float]) -> NoReturn:
-        """Raise, on every rank, why update ``step`` ends the run. The state before it is saved."""
+        """Raise the reason why update ``step`` ends the run, on every rank. The state before it is saved."""
         before = f"The {step - 1:,} steps before it are saved" if step > 1 else "Nothing was trained"
         errors = [(rank, error) for rank, error in enumerate(self.ranks.gather(self.error)) if error]
         if errors:

@@ -34,10 +34,10 @@ _writing = threading.Lock()  # the thread that saves checkpoints also writes
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
-    """Write ``config.yaml``, and to ``manifest.json`` the run's identity and its state, running.
+    """Write ``config.yaml``, and record the run's identity and its state, running, in ``manifest.json``.
 
-    The identity is the settings that affect the mathematics of the run, and the ``fingerprints`` of the data, their
-    order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
+    The identity consists of the settings that affect the mathematics of the run and the ``fingerprints`` of the data,
+    their order and the tokenizer. Raises UserError with the differences if the directory holds another run.
     """
     _refuse_other_files(run_dir, cfg.data.cache)
     if "saved" not in read_record(run_dir):
@@ -50,7 +50,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
 def _refuse_other_files(run_dir: Path, cache: str | None) -> None:
     """Raise UserError if the directory holds files but no run: a run could overwrite them.
 
-    A run without its manifest is known by its checkpoints. Logs, the job's file and the run's cache may come before it.
+    A run without its manifest is known by its checkpoints. Logs, the job's file and the cache may precede the run.
     """
     if read_record(run_dir) or directories(run_dir / "checkpoints"):
         return
@@ -101,14 +101,14 @@ def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
 
 
 def record_stop(run_dir: Path, stopped: Stopped) -> None:
-    """As ``recorded_end``, from a signal handler; nothing if the interrupted code is writing the record itself."""
+    """Record a stop as ``recorded_end`` does, in a signal handler, unless the interrupted code writes the record."""
     if _writing.acquire(blocking=False):
         _writing.release()
         _record_end(run_dir, "stopped", first_line(stopped))
 
 
 def _record_end(run_dir: Path, name: str, reason: str = "") -> None:
-    """``record_state`` of a run whose start has come to ``open_record``. A disk that refuses it hides no error."""
+    """``record_state`` for a run that has reached ``open_record``. A failed write does not hide the run's own error."""
     with suppress(OSError, UserError):
         if read_record(run_dir).get("state", {}).get("name") == "running":
             record_state(run_dir, name, reason)

@@ -29,7 +29,7 @@ from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
 FOLDER_WAIT = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent
-TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
+MAX_ATTEMPTS, RETRY_SECONDS = 11, 30.0  # attempts at a save, and seconds between them
 
 
 class _Unwritten(UserError):
@@ -38,7 +38,7 @@ class _Unwritten(UserError):
 
 @dataclass
 class Saver(AbstractContextManager["Saver"]):
-    """Writes the checkpoints of a run one by one: each rank writes a part, and rank 0 makes the parts a checkpoint.
+    """Writes a run's checkpoints one by one: each rank writes a part, and rank 0 turns the parts into a checkpoint.
 
     Rank 0 first makes sure that it still holds the run directory, and that every line of ``metrics`` is on the disk.
     The writing threads have their own process group: collectives of two threads in one group would mix.
@@ -63,12 +63,12 @@ class Saver(AbstractContextManager["Saver"]):
 
         def write() -> None:
             if not wait_for(folder.is_dir, FOLDER_WAIT):
-                fix = "Give run.dir on a file system that all machines of the run mount at the same path"
-                raise UserError(f"{self.root} on {socket.gethostname()} is not that of rank 0. {fix}")
+                fix = "Set run.dir to a folder that all machines of the run mount at the same path"
+                raise UserError(f"{self.root} on {socket.gethostname()} is not the folder of rank 0. {fix}")
             write_durably(folder / f"rank_{self.ranks.rank}", b"")
             if (free := shutil.disk_usage(folder).free) < size:
                 rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
-                raise UserError(f"{self.root}: {rule}. Free space and give the command again, or move the run")
+                raise UserError(f"{self.root}: {rule}. Free some space and repeat the command, or move the run")
 
         with self.ranks.heartbeat.may_wait():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "check"))
@@ -80,7 +80,7 @@ class Saver(AbstractContextManager["Saver"]):
     def save(
         self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: dict[str, Any], final: bool = False
     ) -> None:
-        """Start to save tensors by name and the JSON ``state``; waits for the previous save first.
+        """Start saving tensors by name and the JSON ``state``; waits for the previous save first.
 
         The tensors may change when this returns. With ``final``, returns when the checkpoint is durable. Raises as
         ``wait`` does.
@@ -109,7 +109,7 @@ class Saver(AbstractContextManager["Saver"]):
             raise self.error
 
     def _to_host(self, pieces: dict[str, TensorRows]) -> tuple[dict[str, TensorRows], torch.cuda.Event | None]:
-        """Copies of ``pieces`` on the host, and on a GPU the event of their completion.
+        """Copies of ``pieces`` on the host and, on a GPU, the event that marks their completion.
 
         The copies share one buffer. It is kept, because new memory is slow and torch rounds each piece of pinned memory
         up to a power of two. Wide dtypes come first, so that every copy is aligned.
@@ -130,7 +130,7 @@ class Saver(AbstractContextManager["Saver"]):
         return copies, copied
 
     def _write(self, pieces: dict[str, TensorRows], copied: torch.cuda.Event | None, state: dict[str, Any]) -> None:
-        """In the writing thread: write ``pieces`` and ``state`` as a checkpoint, in at most ``TRIES`` attempts.
+        """In the writing thread: write ``pieces`` and ``state`` as a checkpoint, in at most ``MAX_ATTEMPTS`` attempts.
 
         Only a write that a disk refused is tried again. All ranks fail together, and the failure is printed once.
         """
@@ -138,15 +138,15 @@ class Saver(AbstractContextManager["Saver"]):
             if copied is not None:
                 torch.cuda.set_device(self.ranks.device)  # waiting on GPU 0 would allocate half a GB there
                 copied.synchronize()
-            for attempt in range(TRIES):
+            for attempt in range(MAX_ATTEMPTS):
                 if attempt > 0:
-                    time.sleep(PAUSE)
+                    time.sleep(RETRY_SECONDS)
                 try:
                     return self._attempt(pieces, state)
                 except _Unwritten as error:
                     failed = f"checkpoint of step {state['step']} could not be written: {error}"
                 if attempt == 0:
-                    self.console.say(f"warning: {failed}: trying again for {(TRIES - 1) * PAUSE:.0f} s")
+                    self.console.say(f"warning: {failed}: trying again for {(MAX_ATTEMPTS - 1) * RETRY_SECONDS:.0f} s")
             self.error = UserError(f"{failed}; the same command resumes")
         except Exception as error:
             self.error = error
@@ -185,7 +185,7 @@ class Saver(AbstractContextManager["Saver"]):
     def _together(self, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank while rank 0 holds the run directory, and return all results.
 
-        If it raises on any rank, all ranks raise UserError: ``_Unwritten`` if disks alone have refused.
+        If it raises on any rank, all ranks raise UserError: ``_Unwritten`` if only disk writes failed.
         """
         result = failure = None
         try:
@@ -203,7 +203,7 @@ class Saver(AbstractContextManager["Saver"]):
         if failures:
             of_disk, rank, text = min(failures)  # failures that no retry can mend first, then the lowest rank
             raise (_Unwritten if of_disk else UserError)(f"rank {rank}: {text}" if len(answers) > 1 else text)
-        return [result for result, _ in answers]  # type: ignore[misc]  # nobody has failed
+        return [result for result, _ in answers]  # type: ignore[misc]  # no rank has failed
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         """Wait for a running save, which the end of the process would cut off.

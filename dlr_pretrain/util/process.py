@@ -57,7 +57,7 @@ def prepare() -> None:
     spin_briefly()
     die_with_agent()
     _handle(lambda number, _frame: stop_requests.append(number))
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # it is not ignored, as in the background
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as it would be in the background
         signal.signal(signal.SIGINT, _leave)
 
 
@@ -68,7 +68,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 def open_standard_streams() -> None:
-    """Open the null device for each closed standard stream; the next open file would take its descriptor."""
+    """Open the null device for each closed standard stream: the next file opened would take its descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # ``os.open`` returns the lowest free descriptor, which is the stream's
             null = os.open(os.devnull, os.O_RDWR)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 80
-MOST_LINES = 10  # of a list in a message
+MAX_LINES = 10  # of a list in a message
 
 
 def fill(text: str, indent: int = 0) -> str:
@@ -19,7 +19,7 @@ def fill(text: str, indent: int = 0) -> str:
 
 def shortened(lines: Sequence[str]) -> list[str]:
     """The first 10 of ``lines``, and a line with the number of the others."""
-    return [*lines[:MOST_LINES], *([f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])]
+    return [*lines[:MAX_LINES], *([f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else [])]
 
 
 def amount(number: float, digits: int = 3) -> str:
@@ -41,7 +41,7 @@ def plural(n: int, noun: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks, control characters, and characters that UTF-8 cannot encode."""
+    """``text`` without line breaks, control characters, or characters that UTF-8 cannot encode."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 

@@ -71,7 +71,7 @@ def arm(folder: str, deadly: int = 0, torn: bool = False, kind: str = "", part: 
 
 
 def serve() -> None:
-    saver.TRIES, saver.PAUSE, start.CHECKPOINT_WAIT = 2, 0.1, 0.0  # as in ``conftest.impatient``
+    saver.MAX_ATTEMPTS, saver.RETRY_SECONDS, start.CHECKPOINT_WAIT = 2, 0.1, 0.0  # as in ``conftest.impatient``
     for line in sys.stdin:
         asked = json.loads(line)
         answer = run(**asked)

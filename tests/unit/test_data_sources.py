@@ -181,7 +181,7 @@ def test_files_read_and_left_out_are_listed(tmp_path):
     assert found["training"].endswith("B): web.jsonl, wiki.jsonl") and found["training"].startswith("2 files (")
     assert found["validation"].endswith("B): eval/a.jsonl")
     assert found["left out"] == (
-        "LICENSE.txt, README.md (a side file); valid.csv (.csv is not read, and its name is of a validation split)"
+        "LICENSE.txt, README.md (a side file); valid.csv (.csv is not read, and its name is that of a validation split)"
     )
     (tmp_path / "eval" / "a.jsonl").unlink()
     assert local(tmp_path).contents["validation"] == "1 % of these documents, at least one, by a hash of each"

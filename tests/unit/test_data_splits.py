@@ -105,7 +105,7 @@ FOLDERS = {  # files; training, validation and left-out files
     "text with a side file's name": ({"authors.jsonl": LINES, "metadata.jsonl": LINES}, "authors.jsonl metadata.jsonl",
                                      "", {}),
     "tables": ({"a.jsonl": LINES, "valid.csv": TEXT, "b.csv.gz": TEXT, "c": TEXT}, "a.jsonl", "",
-               {"valid.csv": ".csv is not read, and its name is of a validation split", 
+               {"valid.csv": ".csv is not read, and its name is that of a validation split", 
                 "b.csv.gz": ".csv.gz is not read",                "c": "a name without a suffix"}),
     "the kind of most bytes": ({"a.jsonl": LINES, "b.jsonl": LINES, "c.txt": TEXT * 99}, "c.txt", "",
                                dict.fromkeys(("a.jsonl", "b.jsonl"), "JSON lines beside the folder's text")),
@@ -116,7 +116,7 @@ FOLDERS = {  # files; training, validation and left-out files
                                 {"val.txt": TEXT_BESIDE}),
     "validation in another kind": ({"a.parquet": rows(), "val.jsonl": LINES}, "a.parquet", "val.jsonl", {}),
     "both with and without compression": ({"a.jsonl": LINES, "a.jsonl.gz": gzip.compress(LINES)}, "a.jsonl", "",
-                                          {"a.jsonl.gz": "also there without compression"}),
+                                          {"a.jsonl.gz": "also present without compression"}),
     "hidden": (["a.jsonl", ".b.jsonl", ".cache/huggingface/c.jsonl", "x/.git/d.jsonl"], "a.jsonl", "", {}),
     "without text": (
         {"a.jsonl": LINES, "b.jsonl": b"", "c.jsonl": b"\xef\xbb\xbf \n\r\n", "d.jsonl.gz": gzip.compress(b"\n" * 9),
@@ -207,7 +207,7 @@ LINKS = {  # files; links and their targets; training, validation and left-out f
     "by a name of validation": (["a.jsonl", "b.jsonl"], {"val.jsonl": "b.jsonl"}, "a.jsonl", "val.jsonl",
                                 {"b.jsonl": "the same file as val.jsonl"}),
     "to nowhere": (["a.jsonl"], {"b.jsonl": "gone", "val.jsonl": "gone"}, "a.jsonl", "",
-                   dict.fromkeys(("b.jsonl", "val.jsonl"), "a link to nowhere")),
+                   dict.fromkeys(("b.jsonl", "val.jsonl"), "a broken link")),
     "of two snapshots to the same text": (
         ["blobs/1"], {f"snapshots/{A}/x.jsonl": "../../blobs/1", f"snapshots/{B}/x.jsonl": "../../blobs/1"},
         f"snapshots/{A}/x.jsonl", "", {f"snapshots/{B}/x.jsonl": f"the same file as snapshots/{A}/x.jsonl"}),
@@ -234,7 +234,7 @@ def test_a_glob_reads_a_text_once_and_names_a_link_to_nowhere(tmp_path):
     source = opened(root, data__train_files="**/*.jsonl")
     assert source.train_shards == ("b.jsonl",)
     assert set(source.chosen.left_out.values()) == {"the same file as b.jsonl"}
-    refused(r"c\.txt: No such file or directory: it is a link to nowhere, gone\. Was", root, data__train_files="c*")
+    refused(r"c\.txt: No such file or directory: it is a broken link to gone\. Was", root, data__train_files="c*")
 
 
 def test_a_folder_of_several_snapshots_is_refused(tmp_path):

@@ -338,7 +338,7 @@ ONE = "train-00001-of-00003.tokens"
         (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads format"),
+        (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, but this version reads format"),
         (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
     ],
 )

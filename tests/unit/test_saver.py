@@ -53,13 +53,13 @@ def full_disk(*_):
 def test_what_prevents_a_save_is_reported_before_training(tmp_path, words):
     def act():
         with Ranks(load_config(words(), 2)) as ranks, pytest.MonkeyPatch.context() as patch:
-            with pytest.raises(UserError, match=r"a checkpoint takes 1e\+06 GB, and .* are free\. Free space"):
+            with pytest.raises(UserError, match=r"a checkpoint takes 1e\+06 GB, and .* are free\. Free some space"):
                 saver_of(tmp_path, ranks).check_disk(10**15)
             if ranks.rank == 1:  # another machine, which lacks rank 0's folder
                 patch.setattr(saver, "wait_for", lambda condition, seconds: False)
             saver_of(tmp_path, ranks).check_disk(1000)
 
-    with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not that of rank 0\. Give run\.dir on a file"):
+    with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not the folder of rank 0\. Set run\.dir to a"):
         on_ranks(act, 2)
     assert not list((tmp_path / "checkpoints").iterdir())
 
