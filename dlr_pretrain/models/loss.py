@@ -25,16 +25,19 @@ ROWS = 16_384
 VALUES = 1 << 29  # of logits in a piece: 1.07 GB in bf16, and indices of 32 bits; with V <= 32,768 ROWS is the bound
 FEW_ROWS = 4096  # of a piece on a CPU, and of those that eager code widens at a time
 
-Score = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+Score = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
-def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    """logits [n, V], targets [n] -> the summed loss, and its gradient [n, 1] to the logit of each row's target.
+def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """logits [n, V], targets [n] -> the summed loss, and its gradient [n] to the logit of each row's target.
 
     Both are in fp32 (fp64 for fp64). The softmax is formed in that dtype too, in at most one buffer. The logits may be
-    overwritten. With ``gradient`` they become the gradient to them, except at the targets: theirs is the second result.
+    overwritten. With ``gradient`` they become the gradient to them, except at the targets: theirs is the second result,
+    which the caller puts there. It is None if the logits are complete.
     """
     compiled = torch.compiler.is_compiling()  # the compiled code computes exponentials twice and stores none
+    if compiled and logits.is_cuda:
+        return score_in_one_kernel(logits, targets, gradient), None
     if not compiled and len(logits) > FEW_ROWS:
         parts = (logits.split(FEW_ROWS), targets.split(FEW_ROWS))
         losses, at_targets = zip(*(score(*part, gradient) for part in zip(*parts, strict=True)), strict=True)
@@ -48,7 +51,25 @@ def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tens
     loss = ((normalizer - chosen) * scored).sum()
     if gradient:
         logits.copy_((wide - normalizer).exp() * scored if compiled else wide.mul_(scored / total))
-    return loss, ((chosen - normalizer).exp() - 1) * scored
+    return loss, (((chosen - normalizer).exp() - 1) * scored)[:, 0]
+
+
+def score_in_one_kernel(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
+    """``score``, with the gradients at the targets in their places. On a GPU torch compiles it to one kernel for the
+    rows and a small one for their sum.
+
+    A row is read once from memory, and again from the cache. The kernel looks for the target among the values that it
+    reads, because to gather it would take a kernel of its own before the logits are overwritten.
+    """
+    wide = logits.to(at_least_fp32(logits.dtype))
+    scored = (targets != IGNORE).to(wide.dtype)[:, None]
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    chosen = torch.where(hit, wide, 0.0).sum(-1, keepdim=True)
+    top = wide.amax(-1, keepdim=True)
+    normalizer = top + (wide - top).exp().sum(-1, keepdim=True).log()
+    if gradient:
+        logits.copy_(((wide - normalizer).exp() - hit.to(wide.dtype)) * scored)
+    return ((normalizer - chosen) * scored).sum()
 
 
 def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, score: Score = score) -> Tensor:
@@ -68,7 +89,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         losses, dx, dw = [], torch.empty_like(x), None
         for rows, logits, some in _pieces(x, weight, targets):
             loss, at_target = score(logits, some, True)
-            logits.scatter_(1, some.clamp(min=0)[:, None], at_target.to(logits.dtype))
+            if at_target is not None:  # not by scatter_, which for bf16 on a CPU goes through all of the logits
+                logits[torch.arange(len(some), device=some.device), some.clamp(min=0)] = at_target.to(logits.dtype)
             losses.append(loss)
             torch.mm(logits, weight, out=dx[rows])
             dw = _added(dw, logits.T, x[rows], alone=len(some) == len(x))
