@@ -67,7 +67,8 @@ class Evaluator:
             if not self.one_shape:  # what is left out is neither seen nor scored
                 positions = max(CUT, -(-(int(ends.max()) - 1) // CUT) * CUT)
                 sequences = sequences[:, : positions + 1].contiguous()
-            inputs = inputs_and_targets(*map(self.ranks.to_device, (sequences, ends)), self.validation.separator)
+            to_device = self.ranks.to_device
+            inputs = inputs_and_targets(to_device(sequences), to_device(ends), self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         if is_fsdp(model):  # FSDP's root would keep its gathered weights until a backward pass
             model.reshard()  # type: ignore[operator]  # of FSDPModule
