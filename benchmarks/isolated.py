@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -45,8 +46,13 @@ def main(overrides: list[str]) -> None:
 def peak_on_cpu(act) -> int:
     """Bytes of all tensors that exist now, and the most that torch allocates beyond them during ``act``."""
     gc.collect()
-    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, Parameter))
-    now = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    held: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (Tensor, Parameter):
+            with suppress(RuntimeError):  # of tensors that the compiler has traced: they have no memory
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    now = sum(held.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         act()
     with tempfile.TemporaryDirectory() as scratch:
