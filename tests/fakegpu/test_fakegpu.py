@@ -113,7 +113,7 @@ def test_the_host_waits_for_nothing_and_sends_the_batch_alone(update, words, com
     (found,) = update("backbone=cola", "dlr=on", compiled, *words)
     assert found["waits"] == []
     assert found["to_device"] == BATCH
-    assert found["graph_breaks"] == {} and found["recompiled"] == 0
+    assert found["graph_breaks"] == {} and found["recompiled"] == 0 and found["uncached"] == 0
 
 
 @pytest.mark.parametrize("words", [
