@@ -123,7 +123,7 @@ def test_the_host_waits_for_nothing_and_sends_the_batch_alone(update, words, com
 ], ids=lambda words: words[0])  # fmt: skip
 def test_other_optimizers_wait_once(update, words):
     (found,) = update("backbone=cola", "dlr=off", "compile=false", *words)
-    assert len([wait for wait in found["waits"] if "optim/build.py" in wait]) == 1, found["waits"]
+    assert len([wait for wait in found["waits"] if "optim/optimizer.py" in wait]) == 1, found["waits"]
     assert len([wait for wait in found["waits"] if "synchronizing" in wait]) == 1, found["waits"]
 
 
