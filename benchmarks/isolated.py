@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -46,8 +47,13 @@ def main(overrides: list[str]) -> None:
 def peak_on_cpu(action: Callable[[], object]) -> int:
     """The bytes of all tensors that exist now, plus the most that torch allocates beyond them during ``action``."""
     gc.collect()
-    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, Parameter))
-    now = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    held: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (Tensor, Parameter):
+            with suppress(RuntimeError):  # of tensors that the compiler has traced: they have no memory
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    now = sum(held.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         action()
     with tempfile.TemporaryDirectory() as scratch:

@@ -55,7 +55,7 @@ NVLINK, NETWORK = 360e9, 40e9
 RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
 FEW, MFU_OF_FEW = 4096, (0.11, 0.31)  # positions of a GPU: see "an H100, ms" in benchmarks/README.md
 # As tests/fakegpu measures it for cola with DLR, with micro-batches of 64 and of 16 sequences.
-COMPILED = "compiled code takes less, for example 0.72 of the peak at 60m and 0.82 at 1b"
+COMPILED = "compiled code takes less, for example 0.75 of the peak at 60m and 0.82 at 1b"
 
 
 def plan(cfg: Config, ranks: int, utilisations: Sequence[float] | None = None) -> dict:

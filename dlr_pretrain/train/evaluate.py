@@ -19,13 +19,18 @@ from dlr_pretrain.util.text import perplexity
 GALORE_BATCH_TOKENS = 195 * 512
 MIN_BATCHES = 50  # with fewer, the convention's value is too far from that of the published tables, which had 101
 STRIPES = 16  # parts of the validation set, which belong to its two halves in turn
+CUT = 64  # an evaluation batch has a multiple of this number of positions, so there are few shapes
 
 
 class Evaluator:
-    """Evaluates a model on ``validation``, in batches of ``micro_batch`` sequences on each rank."""
+    """Evaluates a model on ``validation``, in batches of ``micro_batch`` sequences on each rank.
 
-    def __init__(self, validation: ValidationSet, micro_batch: int, ranks: Ranks):
-        self.validation, self.micro_batch, self.ranks = validation, micro_batch, ranks
+    The longest sequences come first. A batch is cut after its longest sequence, and the last batch has only the sequences
+    that are left. With ``one_shape``, all batches have the full shape: a compiled model is compiled again for any other.
+    """
+
+    def __init__(self, validation: ValidationSet, micro_batch: int, ranks: Ranks, one_shape: bool = False):
+        self.validation, self.micro_batch, self.ranks, self.one_shape = validation, micro_batch, ranks, one_shape
 
     @torch.no_grad()
     def __call__(self, model: Llama) -> dict[str, float | None]:
@@ -51,12 +56,17 @@ class Evaluator:
         """The loss summed over this rank's share of ``rows``, and the number of targets: fp64 [2]."""
         device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
         own = rows[self.ranks.rank :: world_size]
+        own = own[np.argsort(-self.validation.lengths[own], kind="stable")]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # equal on all ranks: under fsdp each forward pass is a collective
         for start in range(0, share, n):
-            sequences, ends = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
-            inputs = inputs_and_targets(sequences, ends, self.validation.separator)
+            sequences, ends = (_filled(a[start : start + n], n if self.one_shape else 1) for a in (tokens, lengths))
+            if not self.one_shape:  # what is left out is neither seen nor scored
+                positions = max(CUT, -(-(int(ends.max()) - 1) // CUT) * CUT)
+                sequences = sequences[:, : positions + 1].contiguous()
+            to_device = self.ranks.to_device
+            inputs = inputs_and_targets(to_device(sequences), to_device(ends), self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         if is_fsdp(model):  # its root would keep the gathered weights until a backward pass
             model.reshard()  # type: ignore[operator]  # of FSDPModule
@@ -81,7 +91,7 @@ def galore_perplexity(loss: float, real_tokens: int) -> float | None:
     return perplexity(loss * n / (n + 1)) if n >= MIN_BATCHES else None
 
 
-def _full(rows: torch.Tensor, n: int) -> torch.Tensor:
-    """``rows`` padded to ``n`` with empty rows, so that compiled shapes stay the same."""
-    missing = rows.new_zeros((n - len(rows), *rows.shape[1:]))
+def _filled(rows: torch.Tensor, n: int) -> torch.Tensor:
+    """``rows`` padded to at least ``n`` with empty rows."""
+    missing = rows.new_zeros((max(n - len(rows), 0), *rows.shape[1:]))
     return torch.cat((rows, missing)) if len(missing) else rows

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.nn.parallel import DistributedDataParallel
 
 from dlr_pretrain.config import Config
@@ -113,6 +114,9 @@ def compile_(cfg: Config, model: Llama, world_size: int) -> None:
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
     torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
+    # What the compiler derives from a graph is kept for the next start, though the layers have an autograd function,
+    # whose code is a part of the key.
+    functorch.autograd_cache_allow_custom_autograd_functions = True
     alone = world_size == 1 and not is_fsdp(model) and model.lm_head.weight.is_cuda
     small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
     # No CUDA graphs: their replays overwrite gradients that the sum over micro-batches still needs

@@ -189,3 +189,10 @@ def test_the_plan_tells_the_memory_of_an_eager_step(overrides):
     given = joined(WIDE, overrides)
     cfg = load(given)
     assert isolated(given)["peak"] == pytest.approx(planned_memory(cfg, cfg.planned_vocab_size, 1), rel=0.005)
+
+
+@pytest.mark.full
+def test_compiled_code_takes_less_memory_than_the_plan():
+    given = joined(WIDE, ("dlr=on", "compile=true"))
+    cfg = load(given)
+    assert 0.5 < isolated(given)["peak"] / planned_memory(cfg, cfg.planned_vocab_size, 1) < 1.0

@@ -7,6 +7,7 @@ launches        kernels, products, copies, fills and collectives
 triton, products, collectives     of these, by kind; triton_bytes: read and written by the Triton kernels
 peak, planned   bytes: of the device's allocator without the workspaces of products, and of the plan
 graph_breaks    of all updates; recompiled: graphs that were compiled after the first update
+uncached        graphs that the compiler does not keep for a later start
 host_ms         the host's processor time, of all its threads: the least of some later updates
 """
 
@@ -115,6 +116,7 @@ def main(words: list[str]) -> dict:
         "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),
         "recompiled": counters["stats"]["unique_graphs"] - graphs[0],
+        "uncached": counters["aot_autograd"]["autograd_cache_bypass"],
         "host_ms": 1e3 * min(seconds),
     }
 

@@ -15,7 +15,7 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
-from dlr_pretrain.models import build_model
+from dlr_pretrain.models import build_model, loss
 from dlr_pretrain.models.llama import attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
 from dlr_pretrain.optim.optimizer import Optimizer
@@ -27,6 +27,7 @@ from dlr_pretrain.train.state import new_optimizer
 from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.golden.regenerate import VOCAB, batches
+from tests.parity import test_loss as parity
 from tests.parity.test_optim import assert_same_bits
 
 DEVICE = torch.device("cuda", 0)
@@ -136,6 +137,18 @@ def test_the_count_of_targets_is_not_rounded_to_bf16():
         return x.grad.double().norm().item()
 
     assert norm(104_531.0) * 104_531 == pytest.approx(norm(1.0), rel=5e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_pieces_of_the_loss_are_summed_in_fp32(monkeypatch, dtype):
+    """In bf16 the product itself forms the sum, in fp32; a sum in bf16 would be off by a factor more."""
+    monkeypatch.setattr(loss, "ROWS", 64)
+    x, weight = (torch.randn(n, 64, device=DEVICE, dtype=torch.float64).to(dtype) for n in (2048, 128))
+    targets = torch.randint(128, (2048,), device=DEVICE)
+    exact = parity.gradients(parity.unfused, x.double(), weight.double(), targets)
+    bound = {torch.bfloat16: 6e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for found, wanted in zip(parity.gradients(summed_cross_entropy, x, weight, targets), exact, strict=True):
+        assert parity.error(found, wanted) < bound
 
 
 @pytest.mark.parametrize("words", [

@@ -46,29 +46,56 @@ def gradients(of, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 0.3
     return found.detach(), x.grad, weight.grad
 
 
+def in_one_kernel(*arguments) -> tuple[Tensor, None]:
+    return loss.score_in_one_kernel(*arguments), None
+
+
+SCORES = {"score": loss.score, "score_in_one_kernel": in_one_kernel}
+
+
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("rows", [60, 20, 17, 1])
 @pytest.mark.parametrize("ignored", [0, 7, N])
-def test_the_loss_and_its_gradients_are_those_of_the_formula(monkeypatch, rows, ignored):
-    monkeypatch.setattr(loss, "ROWS", rows)
-    given = inputs(ignored=ignored)
+def test_the_loss_and_its_gradients_are_those_of_the_formula(monkeypatch, rows, ignored, score):
+    monkeypatch.setattr(loss, "FEW_ROWS", rows)
+    given, ours = inputs(ignored=ignored), partial(summed_cross_entropy, score=SCORES[score])
     exact = gradients(formula, *given)
-    for found, expected in zip(gradients(summed_cross_entropy, *given), exact, strict=True):
+    for found, expected in zip(gradients(ours, *given), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     with torch.no_grad():
-        torch.testing.assert_close(summed_cross_entropy(*given), exact[0])
+        torch.testing.assert_close(ours(*given), exact[0])
+
+
+@pytest.mark.parametrize("rows", [loss.FEW_ROWS, loss.ROWS])
+def test_pieces_of_either_device_give_the_loss_of_float64(monkeypatch, rows):
+    """Of two of the larger pieces; eager code then widens a large one in parts."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (2 * loss.ROWS, V))
+    targets = torch.randint(0, V, (len(x),), generator=generator)
+    targets[::9] = IGNORE
+    exact = gradients(unfused, x, weight, targets)
+    monkeypatch.setattr(loss, "_most", lambda *_: rows)
+    for found, expected in zip(gradients(summed_cross_entropy, x, weight, targets), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for dtype in (torch.bfloat16, torch.float32):
+        found = gradients(summed_cross_entropy, x.to(dtype), weight.to(dtype), targets)
+        for ours, wanted in zip(found, exact, strict=True):
+            assert error(ours, wanted) < (6e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("rows", [60, 20, 4])
-def test_bf16_is_at_most_one_rounding_further_off_than_autograd(monkeypatch, rows):
+def test_bf16_is_at_most_one_rounding_further_off_than_autograd(monkeypatch, rows, score):
     """bf16 rounds to 2^-9 at most, 2^-9 / sqrt(3) in the mean square; however many pieces are summed."""
-    monkeypatch.setattr(loss, "ROWS", rows)
+    monkeypatch.setattr(loss, "FEW_ROWS", rows)
     given = inputs(torch.bfloat16)
     exact = gradients(formula, *(t.double() if t.is_floating_point() else t for t in given))
-    ours, autograd = gradients(summed_cross_entropy, *given), gradients(unfused, *given)
+    ours = gradients(partial(summed_cross_entropy, score=SCORES[score]), *given)
+    autograd = gradients(unfused, *given)
     for found, plain, wanted in zip(ours, autograd, exact, strict=True):
         assert found.dtype == plain.dtype
         assert error(found, wanted) ** 2 <= error(plain, wanted) ** 2 + (2**-9) ** 2 / 3
@@ -101,7 +128,7 @@ def largest(act: Callable[[], Tensor], grad: bool = True) -> dict[torch.dtype, i
 @pytest.mark.parametrize(("dtype", "pieces"), [(torch.bfloat16, 8), (torch.float32, 8), (torch.bfloat16, 1)])
 def test_no_more_logits_exist_than_a_piece_has(monkeypatch, dtype, pieces, grad):
     rows, width, vocabulary = 512, 8, 400
-    monkeypatch.setattr(loss, "ROWS", rows // pieces)
+    monkeypatch.setattr(loss, "FEW_ROWS", rows // pieces)
     x = torch.randn(rows, width, dtype=dtype).requires_grad_()
     weight = torch.randn(vocabulary, width, dtype=dtype).requires_grad_()
     targets, piece = torch.randint(0, vocabulary, (rows,)), rows // pieces * vocabulary
@@ -120,10 +147,11 @@ def test_only_gradients_are_kept_and_they_become_grad_uncopied():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_scores_are_those_of_eager(monkeypatch, dtype):
-    monkeypatch.setattr(loss, "ROWS", 20)
-    compiled = torch.compile(loss.score, dynamic=False, fullgraph=True)
+def test_compiled_scores_are_those_of_eager(monkeypatch, dtype, score):
+    monkeypatch.setattr(loss, "FEW_ROWS", 20)
+    compiled = torch.compile(SCORES[score], dynamic=False, fullgraph=True)
     ours = gradients(partial(summed_cross_entropy, score=compiled), *inputs(dtype))
     for found, expected in zip(ours, gradients(summed_cross_entropy, *inputs(dtype)), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=1e-5)

@@ -43,16 +43,29 @@ def validation(rows: int, real_tokens: int):
 def test_constant_loss_is_returned_exactly(micro_batch):
     loss, n = 2.5, 3
     model = Constant(loss)
-    result = Evaluator(validation(7, 195 * 512 * n), micro_batch, ranks())(model)
+    result = Evaluator(validation(7, 195 * 512 * n), micro_batch, ranks(), one_shape=True)(model)
     assert result["eval/loss"] == loss
     assert result["eval/perplexity"] == math.exp(loss)
     assert result["eval/perplexity_galore"] is None  # three batches are too few
     assert set(model.calls) == {(micro_batch, 6)}  # one shape, also for the last rows
+    some = Constant(loss)
+    assert Evaluator(validation(7, 195 * 512 * n), micro_batch, ranks())(some) == result
+    assert sum(rows for rows, _ in some.calls) == 7  # no empty rows
     # A sharded model gathers its weights in each call: all ranks must call it equally often.
     shares = Constant(loss), Constant(loss)
     for rank, share in enumerate(shares):
         Evaluator(validation(5, 1), 1, ranks(rank, 2))(share)
-    assert shares[0].calls == shares[1].calls and len(shares[0].calls) == 3
+    assert shares[0].calls == shares[1].calls and len(shares[0].calls) == 3  # the last of the second has an empty row
+
+
+@pytest.mark.parametrize(("one_shape", "widths"), [(False, [192, 128, 64, 64]), (True, [200] * 4)])
+def test_a_batch_ends_with_its_longest_row(one_shape, widths):
+    """Of 200 positions; the rows of both halves are 150, 100, 30 and 0 long, as a rank without a row has them."""
+    lengths = np.repeat(np.array([30, 151, 0, 101], "int32"), 2)[:7]
+    model = Constant(2.0)
+    found = Evaluator(ValidationSet(np.ones((7, 201), "uint16"), lengths, 1), 1, ranks(), one_shape)(model)
+    assert found["eval/loss"] == 2.0
+    assert [shape[1] for shape in model.calls[:4]] == widths
 
 
 def on_ranks(model, whole, micro_batch: int, world_size: int) -> dict[str, float]:

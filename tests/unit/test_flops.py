@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.models import flops
+from dlr_pretrain.models import flops, loss
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 
 SHAPES = {"tiny": (128, 344, 4, 32), "1b": (2048, 5461, 24, 512)}  # D, F, L, r
@@ -58,6 +58,13 @@ def test_flops_match_the_closed_form(backbone, words):
     cfg = load([*words.split(), "data=sample", "logger=jsonl"])
     expected = closed_form(backbone, cfg.scale.name, cfg.train.seq_len)
     assert flops_per_token(cfg, V, MICRO_BATCH) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_position_costs_the_same_in_any_number_of_pieces_of_the_loss(monkeypatch):
+    cfg = load(["scale=tiny", "backbone=cola", "data=sample", "logger=jsonl"])
+    alone = flops_per_token(cfg, V, MICRO_BATCH)
+    monkeypatch.setattr(loss, "ROWS", MICRO_BATCH * cfg.train.seq_len // 4)
+    assert flops_per_token(cfg, V, MICRO_BATCH) == alone
 
 
 @pytest.mark.parametrize(("name", "peak"), [
