@@ -25,8 +25,9 @@ CUT = 64  # an evaluation batch has a multiple of this number of positions, so t
 class Evaluator:
     """Evaluates a model on ``validation``, in batches of ``micro_batch`` sequences on each rank.
 
-    The longest sequences come first. A batch is cut after its longest sequence, and the last batch has only the sequences
-    that are left. With ``one_shape``, all batches have the full shape: a compiled model is compiled again for any other.
+    The longest sequences come first. A batch is cut after its longest sequence, and the last batch has only the
+    sequences that are left. With ``one_shape``, all batches have the full shape, because a compiled model would be
+    compiled again for any other.
     """
 
     def __init__(self, validation: ValidationSet, micro_batch: int, ranks: Ranks, one_shape: bool = False):

@@ -114,8 +114,8 @@ def compile_(cfg: Config, model: Llama, world_size: int) -> None:
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
     torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
-    # What the compiler derives from a graph is kept for the next start, though the layers have an autograd function,
-    # whose code is a part of the key.
+    # Keep what the compiler derives from a graph for the next start, although the layers have an autograd function. Its
+    # code is part of the cache's key. torch has no public name for this setting.
     functorch.autograd_cache_allow_custom_autograd_functions = True
     alone = world_size == 1 and not is_fsdp(model) and model.lm_head.weight.is_cuda
     small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
