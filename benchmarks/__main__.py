@@ -25,10 +25,10 @@ from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
-ENOUGH = 6  # rounds, the fewest that give an interval
+ENOUGH = 6  # the fewest rounds that give an interval
 PARTS = {
-    "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
-    "compare": "a training step of ours beside those of each --peer",
+    "step": "a training step of each --variant, by default DLR off, on in the weights, on by branch, and random",
+    "compare": "our training step beside that of each --peer",
     "data": "batches from the given source, and its resume, on one core",
     "memory": "peak memory of a step beside the plan's, for each --variant, by default each kind of checkpointing",
     "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
@@ -52,11 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", action="append", default=[], metavar="FILE[:FUNCTION]", help="compare: repeatable")
     parser.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (10)")
-    parser.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
+    parser.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: tokens per round (20 million)")
     parser.add_argument("--json", type=Path, help="also write everything to this file, as it is measured")
     first = "step, compare: time first, then compare the losses; the same command resumes where it was cut off"
     parser.add_argument("--no-parity", action="store_true", help=first)
-    now = "with --no-parity: compare the losses now only if the times took less than this"
+    now = "with --no-parity: compare the losses in the same run only if the timing took fewer seconds than this"
     parser.add_argument("--seconds", type=float, default=math.inf, help=now)
     parser.add_argument("--trace", action="store_true", help="step, compare: trace one more step of each on a GPU")
     return parser
@@ -102,7 +102,7 @@ def steps(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Pe
 
 
 def unchecked(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Peer]) -> dict | None:
-    """The earlier results of the same command whose losses are unchecked, if they have enough rounds to keep."""
+    """Earlier results of the same command with unchecked losses, if they have enough rounds to be reused."""
     if not (args.no_parity and args.json and args.json.exists()):
         return None
     found = json.loads(args.json.read_text())

@@ -50,7 +50,7 @@ def peak_on_cpu(action: Callable[[], object]) -> int:
     held: dict[int, int] = {}
     for tensor in gc.get_objects():
         if type(tensor) in (Tensor, Parameter):
-            with suppress(RuntimeError):  # of tensors that the compiler has traced: they have no memory
+            with suppress(RuntimeError):  # a tensor that the compiler has traced has no memory
                 storage = tensor.untyped_storage()
                 held[storage.data_ptr()] = storage.nbytes()
     now = sum(held.values())

@@ -4,7 +4,7 @@
     python -m benchmarks.page                 # writes the page again
 
 Each line of gpu.jsonl.gz is a result: its slice, its name, and what ``--json`` wrote. A result that the folder lacks is
-kept. For the runs of slices e and f the line has the settings that vary and the evaluations.
+kept. The lines of slices e and f hold the varying settings and the evaluations of their runs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def section(name: str, line: dict) -> str:
 
 
 def products(rows: list[dict]) -> str:
-    """The TFLOP/s of each product, with a column for each number of positions."""
+    """The TFLOP/s of each matrix product, with a column for each number of positions."""
     counts = sorted({row["positions"] for row in rows})
     speed = {(row["name"], row["positions"]): f"{row['flops_per_second'] / 1e12:.4g}" for row in rows}
     names = dict.fromkeys(row["name"] for row in rows)
@@ -144,7 +144,7 @@ def read(table: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__.partition("\n")[0])
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="of results of gpu.sh, to add to the table")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="a folder of gpu.sh results to add to the table")
     found = {(line["slice"], line["name"]): line for line in read(TABLE)}
     for folder in parser.parse_args().folders:
         new = {(line["slice"], line["name"]): line for line in collected(Path(folder))}

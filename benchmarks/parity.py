@@ -31,7 +31,7 @@ ROUNDING_SEEDS = (0, 1, 2)  # of the initial weights that are rounded at random
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest relative difference of a loss from ``reference`` in ``STEPS`` updates, and its bound."""
+    """The largest relative difference of a loss from that of ``reference`` over ``STEPS`` updates, and its bound."""
 
     reference: str
     difference: float
@@ -54,7 +54,7 @@ def difference(found: list[float], expected: list[float]) -> float:
 
 
 class References:
-    """The losses of plain runs on ``batch``, each of which is made once."""
+    """The losses of plain runs on ``batch``. Each run is made only once."""
 
     def __init__(self, ranks: Ranks, batch: Batch):
         self.ranks, self.batch = ranks, batch
@@ -86,7 +86,7 @@ def plain(cfg: Config) -> Config:
 
 
 def plain_model(cfg: Config, ranks: Ranks, rounding: int | None) -> Llama:
-    """The model of ``cfg``, rounded to nearest in the state's dtype, or at random to bf16 with a seed ``rounding``."""
+    """The model of ``cfg``, rounded to nearest in the state's dtype, or at random to bf16 with seed ``rounding``."""
     dtype = STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
     if rounding is not None:

@@ -4,10 +4,10 @@ An adapter is our code around the user's checkout of a peer: a Python file with 
 
     build(scale, device, dtype, batch, T, compile, layers) -> object with .step(ids) -> loss
 
-``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, and none is ``PAD``. A step is a whole update. To
-compare losses, the object has ``tensors()``, which returns its parameters under our names. It may have ``attention()``,
-a context in which our model computes attention as the peer does. The file also has ``ours(scale)``, which returns the
-overrides with which we compute the same; ``build_x`` may have its own ``ours_x``.
+``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, and none is ``PAD``. A step is a whole update. The
+object has ``tensors()``, which returns its parameters under our names, so that losses can be compared. It may have
+``attention()``, a context in which our model computes attention as the peer does. The file also has ``ours(scale)``,
+which returns the overrides with which we compute the same; ``build_x`` may have its own ``ours_x``.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def as_batch(ids: Tensor) -> Batch:
 
 
 class AuthorsStep:
-    """One update as the main scripts of GaLore and its descendants, such as CoLA, write it.
+    """One update as written in the main scripts of GaLore and its descendants, such as CoLA.
 
-    It waits for the device to count tokens, and copies every gradient to the host for a logged norm. Attention uses
-    plain products, because these scripts forbid flash and memory-efficient attention, and the torch of their time had
-    no cuDNN attention. ``lean`` omits all three.
+    It waits for the device in order to count tokens, and copies every gradient to the host for a logged norm. Attention
+    uses plain matrix products, because these scripts forbid flash and memory-efficient attention, and the torch of
+    their time had no cuDNN attention. ``lean`` omits all three.
     """
 
     def __init__(self, model: nn.Module, compile: bool, lean: bool):

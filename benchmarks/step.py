@@ -59,7 +59,7 @@ class Comparison:
             torch.cuda.empty_cache()
 
     def time(self, rounds: int, warmup: int, may_fail: bool, trace: bool, keep: Callable[[], None]) -> None:
-        """Time every variant and peer. With ``may_fail``, the row of one whose step fails has its error instead."""
+        """Time every variant and peer. With ``may_fail``, the row of a failing step holds its error instead."""
         device, ids = self.ranks.device, peer_ids(self.batch)
         steps: dict[str, Callable] = {name: lambda v=built: v.step(self.batch) for name, built in self.built.items()}
         steps |= {peer.name: lambda p=peer: p.built.step(ids) for peer in self.peers}
@@ -146,9 +146,9 @@ def measure(
     """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs
     twice: the second row shows the noise.
 
-    Losses are compared before anything is timed. With ``times_first`` they are compared afterwards, from new starts, if
-    ``may_check`` returns true; until then the parity of a row is null. ``timed`` are the results of such a call, whose
-    times are kept. ``keep`` receives the results so far after each round and each comparison.
+    Losses are compared before anything is timed. With ``times_first`` they are compared afterwards, by newly built
+    models, if ``may_check`` returns true; until then the parity of a row is null. ``timed`` holds the results of an
+    earlier such call, whose times are kept. ``keep`` receives the results so far after each round and each comparison.
 
     Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
     for a peer), parity, seconds of each round, ms (their median), ratio (median of its seconds over the first

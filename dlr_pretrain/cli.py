@@ -31,8 +31,8 @@ def _main(run: Callable[[Config], float | None]) -> int:
     line = read(sys.argv[1:])
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
-        raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
-    if not line.helps:  # report all problems at once, also those of a sweep's last job before its first one runs
+        raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun per job, or an array of jobs")])
+    if not line.helps:  # report all problems, those of a sweep's last job too, before its first one runs
         check(line, world_size())
     return _hand_to_hydra(line, run)
 
@@ -60,7 +60,7 @@ def world_size() -> int:
     if rank.isdigit() and world.isdigit() and int(rank) < int(world) and given.get("LOCAL_RANK", "0").isdigit():
         return int(world)
     said = ", ".join(f"{name}={value}" for name, value in given.items()) or f"srun started {tasks} tasks"
-    fix = "Start ranks by torchrun --nproc-per-node <GPUs> train.py ..., under SLURM by slurm/train.sbatch"
+    fix = "Start ranks with torchrun --nproc-per-node <GPUs> train.py ..., under SLURM with slurm/train.sbatch"
     raise UserError(f"{said}: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK together. {fix}; else unset them")
 
 
@@ -97,5 +97,5 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> 
     sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag
     hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
     if diverged:
-        say_once(f"error: of this sweep, these diverged: {', '.join(diverged)}")
+        say_once(f"error: these jobs of the sweep diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0

@@ -2,8 +2,8 @@
 
 The checks of this machine come first, then those that all ranks make together. A check is a function that returns what
 it found. It raises a UserWarning if the run works but may be slow or end early, and a UserError, with the fix, if
-something is wrong. Each check has a time limit, and none stops another. What may ignore signals (NCCL, a disk) runs in
-a child process, which can be killed.
+something is wrong. Each check has a time limit, and none stops another. Anything that may ignore signals (NCCL, a disk)
+runs in a child process, which can be killed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 REDUCED = 64 << 20  # bytes of the all-reduce
-SLOW_NETWORK = 10e9  # bytes/s of a ring; GPUs that are slower talk by sockets
+SLOW_NETWORK = 10e9  # bytes/s of a ring; slower GPUs communicate over sockets
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
-    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides. The run stays as it is."
+    about = "Checks a machine, or under torchrun all ranks, for the run with these overrides. The run is not changed."
     parser = Parser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
     _, words = parser.parse_known_args(argv)
     return command(lambda: 0 if sound(words) else 1)
@@ -140,7 +140,7 @@ def gpus(cfg: Config) -> str:
     """The GPUs that torch sees, their free memory, and the CPU cores for the ranks of this machine."""
     if not torch.cuda.is_available():
         if cfg.device != "cpu":
-            raise UserWarning("none: the run trains on the CPU. Set device=cpu if that is meant")
+            raise UserWarning("none: the run trains on the CPU. Set device=cpu if that is intended")
         return f"none: the run trains on {cores()} CPU cores"
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     free, total = torch.cuda.mem_get_info(0)
@@ -211,7 +211,7 @@ class RankChecks:
         """An all-reduce, in a child process of each rank because NCCL may hang."""
         ranks = self.ranks
         if ranks.world_size == 1:
-            return "one rank, nothing to reduce; start this by torchrun to check more"
+            return "one rank, nothing to reduce; start this with torchrun to check more"
         with socket.socket() as free:
             free.bind(("", 0))
             port = ranks.on_main(lambda: free.getsockname()[1])

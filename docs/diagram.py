@@ -14,7 +14,7 @@ THEMES = {  # ink, muted ink, A, B, residual
 
 
 class Drawing:
-    """An SVG that grows by elements."""
+    """An SVG to which elements are added."""
 
     def __init__(self, ink: str, muted: str):
         self.ink, self.muted, self.parts = ink, muted, []

@@ -1,6 +1,6 @@
-"""Gives mkdocs the pages where a code host shows them, so that one link between two pages is right in both places.
+"""Gives mkdocs the pages at the paths of a code host, so that a link between two pages works in both places.
 
-mkdocs takes pages from one folder, and these stand in several. ``mkdocs.yml`` names this file as a hook.
+mkdocs takes pages from one folder, but these are in several. ``mkdocs.yml`` names this file as a hook.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/*.md", "docs/*.md")
-# Not pages, but linked by some.
+# Not pages, but linked from some.
 BESIDE = ("docs/images/*", "docs/evidence/*/*", "docs/*.ipynb", "docs/site.css", "tests/*/*.py")
 
 

@@ -1,1 +1,1 @@
-"""The commands. An installation makes a program of each, see ``pyproject.toml``."""
+"""The commands. Installing the package makes each a program: see ``pyproject.toml``."""

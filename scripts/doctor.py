@@ -1,4 +1,4 @@
-"""Find in a minute what would fail after hours: ``python scripts/doctor.py``, or under torchrun as train.py."""
+"""Find in a minute what would fail after hours: ``python scripts/doctor.py``, or under torchrun, like train.py."""
 
 import sys
 

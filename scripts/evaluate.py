@@ -1,6 +1,6 @@
 """Zero-shot accuracy of exported folders: ``python scripts/evaluate.py runs/<name>/folded --data DIR``.
 
-Several folders, such as the seeds of one method, give mean and standard deviation. Under torchrun, GPUs share the work.
+Several folders, such as one method's seeds, give a mean and standard deviation. Under torchrun, GPUs share the work.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from dlr_pretrain.util.files import write_durably
 def main() -> int:
     parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("folders", type=Path, nargs="+", metavar="folder", help="exported, such as runs/<name>/folded")
+    add("folders", type=Path, nargs="+", metavar="folder", help="an exported folder, such as runs/<name>/folded")
     add("--tasks", default="all", help="a comma-separated list (default: all six)")
     add("--data", type=Path, help="local <task>/<split>.jsonl instead of the hub")
-    add("--limit", type=at_least_1, metavar="N", help="documents of each task, and of each subject of MMLU")
+    add("--limit", type=at_least_1, metavar="N", help="documents to read of each task, or of each subject of MMLU")
     add("--as-in-paper", action="store_true", help="end prompts and choices with </s>")
     add("--context", type=at_least_1, metavar="TOKENS", help="longest input (default: the model's)")
-    add("--batch-size", type=at_least_1, default=64, metavar="N", help="sequences (default: 64)")
+    add("--batch-size", type=at_least_1, default=64, metavar="N", help="sequences per batch (default: 64)")
     add("--output", type=Path, metavar="FILE.json", help="write the results as JSON as well")
     given = parser.parse_args()
     return command(lambda: run(given))
@@ -39,7 +39,7 @@ def run(given: argparse.Namespace) -> None:
     how = {"max_length": given.context, "batch_size": given.batch_size}
     for folder in given.folders:
         found = zero_shot.evaluate(folder, tasks, given.as_in_paper, given.limit, **how)
-        if found is None:  # another rank than the first
+        if found is None:  # a rank other than the first
             continue
         report["checkpoints"].append({"folder": str(folder), **found})
         report |= {"context_length": found["context_length"], "dtype": found["dtype"]}

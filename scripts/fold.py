@@ -17,7 +17,7 @@ def main() -> int:
     add("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
     add("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
     add("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
-    add("--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: no report)")
+    add("--tokens", type=int, help="of validation text (default: eval.tokens, or 50,000 on a CPU; 0: no report)")
     given = parser.parse_args()
     return command(lambda: fold(given))
 
@@ -54,7 +54,7 @@ def fold(given: argparse.Namespace) -> None:
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:
-    """What the folder's README says of the checkpoint: its step, its tokens, and its own evaluation if it has one."""
+    """What the folder's README says about the checkpoint: its step, tokens, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
     own = next((line for line in reversed(read_metrics(run / "metrics.jsonl")) if line["step"] == record["step"]), {})
     return record | {name: value for name, value in own.items() if name.startswith("eval/")}

@@ -11,15 +11,15 @@ from dlr_pretrain.util.errors import Parser, at_least_1, command
 
 
 def main() -> int:
-    parser = Parser(description="Text goes to standard output.", allow_abbrev=False)
+    parser = Parser(description="Continue prompts. The text goes to standard output.", allow_abbrev=False)
     add = parser.add_argument
     add("folder", type=Path, help="what train.py, fold.py or sft.py wrote")
     add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
-    add("--instruction", action="store_true", help="prompts are instructions to a folder of sft.py")
+    add("--instruction", action="store_true", help="prompts are instructions for a folder that sft.py wrote")
     add("--max-new-tokens", type=at_least_1, default=100, metavar="N", help="(default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
-    add("--top-p", type=float, default=0.95, help="draw from the likeliest that hold this share (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    add("--top-p", type=float, default=0.95, help="keep the likeliest tokens up to this share (default: %(default)s)")
+    add("--seed", type=int, default=0, help="for the draws (default: %(default)s)")
     given = parser.parse_args()
     if not (0 <= given.temperature < math.inf and 0 < given.top_p <= 1 and 0 <= given.seed < 2**32):
         parser.error("--temperature and --seed must be at least 0, and --top-p above 0 and at most 1")

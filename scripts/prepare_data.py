@@ -36,7 +36,7 @@ def main() -> int:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
     add("--workers", type=at_least_1, default=cores(), help="processes, a shard each (default: %(default)s)")
-    own = "with a sentencepiece model of this vocabulary, trained on the first shards: <output>.<TOKENS>.model"
+    own = "use a sentencepiece model of this many tokens, trained on the first shards: <output>.<TOKENS>.model"
     add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=own)
     given, overrides = parser.parse_known_args()
     return command(lambda: run(given, overrides))
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     shards = len(source.train_shards) + len(source.validation_shards)
     kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
-    again = f" ({kept} shards were there)" if kept else ""
+    again = f" ({kept} shards were already there)" if kept else ""
     say(f"finished    {given.output}, of {made.describe()}{again}")
     say(f"\n    add to your command: data=tokens data.root={given.output}")
 
@@ -69,7 +69,7 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
     """The sentencepiece model beside ``output``, trained on the first texts of ``source`` unless it exists."""
     path = output.with_name(f"{output.name}.{size}.model")
     if path.exists():
-        say(f"taking the tokenizer that was trained before: {path}")
+        say(f"using the tokenizer that was trained earlier: {path}")
         return path
     say(f"training a tokenizer of {size:,} tokens: {path}")
     texts, characters = [], 0
@@ -89,7 +89,7 @@ def refuse_unused(overrides: list[str]) -> None:
     """Raise ConfigError for keys that do not affect texts or tokens."""
     given = typed([word for word in overrides if "=" in word and not word.startswith("-")])
     problems = [
-        Problem(key, value, "says nothing about texts or tokens", "Leave it out, and give it to train.py")
+        Problem(key, value, "does not affect texts or tokens", "Leave it out, and give it to train.py")
         for key, value in given.items()
         if key in OF_RUNS or key.split(".")[0] not in ("data", "tokenizer")
     ]

@@ -33,11 +33,11 @@ EPILOG = """examples:
   reproduce.py                                         every item, where it stands, and the next command
   reproduce.py table1 scale=60m                        what it would run, how long, how much disk
   reproduce.py table1 --submit --limit 8 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00
-  reproduce.py fold run=runs/my-run --local            an own run instead of the item's
+  reproduce.py fold run=runs/my-run --local            a run of your own instead of the item's
   reproduce.py all --rehearse                          all of it on a CPU, with tiny models
 
---rows, scale= and seed= select runs. All runs that have its key get any other override. Options after -- are those of
-sbatch. docs/reproduce.md describes all of it."""
+--rows, scale= and seed= select runs. Any other override applies to all runs that have its key. Options after -- are
+those of sbatch. docs/reproduce.md describes all of it."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
     does.add_argument("--render", action="store_true", help="write tables, figures and the page from what exists")
     does.add_argument("--rehearse", action="store_true", help="everything with tiny models on this CPU, marked as such")
     does.add_argument("--documentation", action="store_true", help="print docs/reproduce.md")
-    add("--rows", metavar="ROW,ROW", help="of the table, such as cola,cola+dlr (default: all)")
+    add("--rows", metavar="ROW,ROW", help="rows of the table, such as cola,cola+dlr (default: all)")
     add("--dry-run", dest="status", action="store_true", help="with --submit: show what would be queued")
     add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
-    add("--output", type=Path, metavar="DIR", help="of the page (default: <run.root>/paper)")
-    add("--sft-data", default=paper.SFT_DATA, metavar="FILE", help="instructions (default: %(default)s, of the hub)")
-    add("--task-data", default="", metavar="DIR", help="documents of the tasks (default: of the hub)")
-    add("--gpu", default="NVIDIA H100 80GB HBM3", metavar="NAME", help="for the hours (default: %(default)s)")
-    add("--mfu", type=float, metavar="SHARE", help="utilisation for the hours (default: from 0.35 to 0.11)")
+    add("--output", type=Path, metavar="DIR", help="for the page (default: <run.root>/paper)")
+    add("--sft-data", default=paper.SFT_DATA, metavar="FILE", help="instructions (default: %(default)s, on the hub)")
+    add("--task-data", default="", metavar="DIR", help="documents of the tasks (default: the hub's)")
+    add("--gpu", default="NVIDIA H100 80GB HBM3", metavar="NAME", help="hours on this GPU (default: %(default)s)")
+    add("--mfu", type=float, metavar="SHARE", help="utilisation assumed for the hours (default: 0.35 to 0.11)")
     return made
 
 
@@ -136,7 +136,7 @@ def read_works(given: argparse.Namespace, overrides: Sequence[str], output: Path
 
 
 def runs_of(item: Item, overrides: Sequence[str], given: argparse.Namespace) -> list[PlannedRun]:
-    """The runs of an item, or the user's own run that ``run=`` names, as one of its first row."""
+    """The runs of an item, or the user's own run that ``run=`` names, as a run of its first row."""
     if own := [word.removeprefix("run=") for word in overrides if word.startswith("run=")]:
         cfg = parse(read_config(Path(own[0])))
         cfg.run.dir = own[0]

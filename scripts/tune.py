@@ -24,9 +24,9 @@ EPILOG = """examples:
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output cola \\
       -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
 
-The table of runs is that of submit.py. Runs that differ only in train.lr and seed are one method. All methods need the
-same rates and seeds, and are compared with the first one. --confirm trains fresh seeds only at each method's chosen
-rate, and reports them instead of the grid's. The same command continues where this one stopped."""
+The table of runs is written as for submit.py. Runs that differ only in train.lr and seed are one method. All methods
+need the same rates and seeds, and are compared with the first one. --confirm trains fresh seeds only at each method's
+chosen rate, and reports them instead of the grid's. The same command continues where this one stopped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     """Train or queue the runs that are due, compare the methods, and write the report."""
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
-    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="for the results")
     given = read_options(parser, argv)
     runs = load_runs(read_table(given.what), machine=given.local)
     names = tune.method_names(runs)
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def seed_list(text: str) -> list[int]:
-    """Seeds that commas separate, as the type of an argument."""
+    """Comma-separated seeds, as the type of an argument."""
     return [*map(int, text.split(","))]
 
 

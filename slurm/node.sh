@@ -18,7 +18,7 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 
 threads=$((SLURM_CPUS_ON_NODE / RANKS_PER_NODE))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
-export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$OMP_NUM_THREADS} # else 32 processes a rank
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$OMP_NUM_THREADS} # else 32 processes per rank
 
 meeting=(--standalone) # one node: the system picks the port
 if ((SLURM_NNODES > 1)); then

@@ -16,7 +16,7 @@ EPILOG = """examples:
   submit.py my.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
   submit.py my.runs scale=60m seed=41,42,43 --status
 
-Overrides with several values make a run of each combination. With a file, an override selects the runs that have the
+Overrides with several values make one run per combination. With a file, an override selects the runs that have the
 same value, and is added to the runs that have none. Runs that are complete, diverged, running or pending are left out.
 Options after -- are those of sbatch."""
 

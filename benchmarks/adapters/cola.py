@@ -1,6 +1,6 @@
 """The CoLA repository's model and step (github.com/alvin-zyl/CoLA in ``$PEERS_DIR/CoLA``; transformers 4.48).
 
-``build`` is the step of its main script; ``build_lean`` omits its waits for the host and allows any attention kernel.
+``build`` is the step of its main script; ``build_lean`` omits its waits for the device and allows any attention kernel.
 """
 
 import sys
@@ -19,7 +19,7 @@ class Step(AuthorsStep):
 
 
 def ours(scale):
-    """From 350m on, their models have no SiLU in the SwiGLU."""
+    """Their models from 350m up have no SiLU in the SwiGLU."""
     silu = "true" if scale in ("60m", "130m") else "false"
     return [EPS, "backbone=cola", "dlr=off", f"backbone.swiglu_silu={silu}"]
 

@@ -31,7 +31,7 @@ def ours_off(scale):
 
 
 def ours_random(scale):
-    """Both draw the same map, from the MD5 of a layer's name."""
+    """Both implementations draw the same map, from the MD5 of a layer's name."""
     return [EPS, "backbone=cola", "dlr=random"]
 
 

@@ -17,7 +17,7 @@ from dlr_pretrain.analysis.runs import METRICS, Runs, ended, spread
 from dlr_pretrain.util.errors import naming
 from dlr_pretrain.util.text import amount
 
-# If this names a backend that is not installed, as in a process of a notebook, matplotlib cannot be imported.
+# matplotlib cannot be imported while MPLBACKEND names a missing backend, as in a process that a notebook started.
 _backend = os.environ.pop("MPLBACKEND", None)
 import matplotlib  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
@@ -29,7 +29,7 @@ if _backend is not None:
         matplotlib.rcParams["backend"] = _backend
 
 IMAGES = ("png", "svg", "pdf")
-POINTS = 1000  # at most, of a curve
+POINTS = 1000  # the most that a curve has
 TAB20 = matplotlib.colormaps["tab20"].colors
 COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then lighter ones
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
@@ -70,7 +70,7 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
     if ax.get_legend_handles_labels()[1]:
         legend = ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         for text in legend.get_texts():
-            text.set_parse_math(False)  # a $ in a name is one
+            text.set_parse_math(False)  # a $ in a name is literal
     folder.mkdir(parents=True, exist_ok=True)
     for kind in IMAGES:
         with naming(path := folder / f"{name}.{kind}"):
@@ -83,7 +83,7 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
 
 
 def draw(found: Runs, folder: Path) -> Iterator[Picture]:
-    """Write the figures for which the runs have numbers into ``folder``."""
+    """Write to ``folder`` the figures for which the runs have numbers."""
     for scale, runs in found.runs[found.runs.step > 0].groupby("scale", sort=False):
         at = Runs(runs, found.metrics[found.metrics.run.isin(runs.run)], [])
         file = re.sub(r"[^\w.+-]", "_", scale)[:60]
@@ -116,7 +116,7 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
     ax.set_title(caption, fontsize=10, loc="left")
     if len(at.runs) == 1:
         return save(ax, folder, name, "")
-    told = "means over the finished seeds, with their standard deviation, dashed with DLR. A line ends where a seed has"
+    told = "means over finished seeds ± their standard deviation; dashed lines have DLR. A line ends where a seed has"
     return save(ax, folder, name, f"{caption}: {told} diverged; unfinished runs are thin.")
 
 
@@ -151,7 +151,7 @@ def draw_group(
 
 
 def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
-    """Held-out perplexity against the learning rate, as ``curve``; nothing if the comparison has one rate."""
+    """Held-out perplexity against the learning rate, as figure ``curve``; nothing if the comparison has one rate."""
     design = found["design"]
     if len(design["rates"]) == 1:
         return

@@ -1,6 +1,6 @@
-"""The DLR paper as items, one for each of its tables and figures: what is trained for it, and what it prints.
+"""The DLR paper as items, one for each of its tables and figures: what is trained for each, and what the paper prints.
 
-``slurm/paper.yaml`` defines the items, and its first lines describe them. ``paper_views.py`` shows them.
+``slurm/paper.yaml`` defines the items, and its first lines describe their fields. ``paper_views.py`` shows them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Step:
-    """A program that follows the training. ``words`` and the file that it ``makes`` have placeholders in braces."""
+    """A program that follows the training. ``words``, and ``makes``, its output file, have placeholders in braces."""
 
     words: str
     makes: str
@@ -60,7 +60,7 @@ class Step:
     rehearsed: str = ""  # further words, in a rehearsal
 
     def command(self, places: dict[str, str | list[str]]) -> list[str]:
-        """The words with their placeholders filled; a word that is the placeholder of a list becomes its words."""
+        """The words with their placeholders filled; the placeholder of a list is replaced by all words of the list."""
         words: list[str] = []
         for word in shlex.split(self.words):
             value = places.get(word[1:-1])
@@ -118,7 +118,7 @@ class Item:
         return table if own is None else {"ppl": own[0], "ppl_std": own[1]}
 
     def programs(self, runs: Sequence[PlannedRun], out: Path, sft_data: str, task_data: str) -> Iterator[Program]:
-        """The steps on ``runs``, with results in ``out``, in the order in which they need each other."""
+        """The steps on ``runs``, with results in ``out``, each after those that it depends on."""
         of_rows = [(row, [run for run in runs if self.row_of(run.line) == row]) for row in self.rows]
         groups = {
             "run": [(self.row_of(run.line), [run]) for run in runs],
@@ -164,19 +164,19 @@ def choose_rows(given: Sequence[Item], rows: str | None) -> list[Item]:
 
 
 def planned_lines(item: Item, overrides: Sequence[str]) -> list[Line]:
-    """The lines of an item that scale and seed among ``overrides`` select, each with the other overrides."""
+    """The lines of an item that the scale and seed in ``overrides`` select, each with the other overrides."""
     if of_a_row := next((word for word in overrides if key_of(word) in OF_A_ROW), None):
-        raise UserError(f"{of_a_row}: each row has its own. Choose rows by --rows, such as --rows cola,cola+dlr")
+        raise UserError(f"{of_a_row}: each row has its own. Choose rows with --rows, such as --rows cola,cola+dlr")
     return combine(item.lines(), expand(list(overrides)), SELECTING)
 
 
 def without_seed(line: Line) -> tuple[str, ...]:
-    """The overrides of a line but for its seed, which runs that differ only in the seed have in common."""
+    """The overrides of a line without its seed. They are the same for runs that differ only in the seed."""
     return tuple(word for word in line.words if not word.startswith("seed="))
 
 
 def load_each(lines: Sequence[Line], machine: bool = False) -> list[PlannedRun]:
-    """As ``load_runs``, for lines with a seed each: of lines that differ only in the seed, one is composed."""
+    """Like ``load_runs``, for lines that all have a seed: composes only one of those that differ in nothing else."""
     first: dict[tuple[str, ...], Line] = {}
     for line in lines:
         first.setdefault(without_seed(line), line)

@@ -1,4 +1,4 @@
-"""How the items of the paper are shown: our numbers beside the published ones, where both are of the same setting.
+"""How the items of the paper are shown: our numbers beside the published ones, where both have the same setting.
 
 A cell is a row at a scale. It shows the published number only if everything that decides the number is as published;
 otherwise it says what differs, and a note gives the values.
@@ -89,7 +89,7 @@ def columns(name: str, own: str, ours: str, published: str, differs: Iterable[st
 
 @dataclass(frozen=True)
 class Results:
-    """An item with everything that is shown of it. ``cells`` are by row and scale; ``folder`` is for pictures."""
+    """An item with everything that is shown for it. ``cells`` are by row and scale; ``folder`` is for pictures."""
 
     item: Item
     cells: dict[tuple[str, str], Cell]
@@ -118,14 +118,14 @@ def read(item: Item, runs: Sequence[PlannedRun], programs: list[Program], folder
 
 
 def _read_trained(runs: Sequence[PlannedRun]) -> tuple[Runs | None, list[str]]:
-    """What has been trained of ``runs`` (None if nothing can be read), and notes on what is left out or odd."""
+    """The trained ones among ``runs`` (None if nothing can be read), and notes on what is left out or odd."""
     places, notes = [], []
     for run in runs:
         record = {}
         with suppress(UserError):  # read_runs names a damaged one
             record = read_record(run.dir)
         if changed := differences(record.get("identity", {}), identity(run.cfg)):
-            notes.append(f"{run.dir.name} is left out, it holds another run: {describe_differences(changed)}")
+            notes.append(f"{run.dir.name} is left out because it holds another run: {describe_differences(changed)}")
         elif (run.dir / "config.yaml").exists():
             places.append(run.dir)
     try:
@@ -136,7 +136,7 @@ def _read_trained(runs: Sequence[PlannedRun]) -> tuple[Runs | None, list[str]]:
 
 
 def what_differs(cfg: Config, runs: pd.DataFrame, paper: dict, size: Size | None) -> dict[str, tuple[str, str]]:
-    """What of the ended ``runs`` is not as published: settings, text, tokenizer, convention, and the ``size``."""
+    """How the ended ``runs`` differ from the published ones: settings, text, tokenizer, convention, ``size``."""
     if runs.empty:
         return {}
     run, found = runs.iloc[0], {}
@@ -173,7 +173,7 @@ def remarks_on(found: Results) -> list[str]:
 
 
 def scales(found: Results) -> Iterator[Table | Picture]:
-    """A row for each method, scales side by side; with a control, the difference to it, else size and memory."""
+    """A row for each method, scales side by side; with a control, the difference from it, else size and memory."""
     item, better = found.item, _better(found)
     counted = {} if item.control else dict(zip(found.cells, sizes(c.cfg for c in found.cells.values()), strict=True))
     rows = {row: {("", "Method"): row} for row in item.rows}
@@ -192,12 +192,12 @@ def scales(found: Results) -> Iterator[Table | Picture]:
             shown[scale, "Param M"] = _with_printed(f"{size.trained:.0f}", digits(paper.get("params_m"), ".0f"))
             shown[scale, "Mem GB"] = _with_printed(f"{size.state:.2f}", digits(paper.get("mem_gb"), ".2f"))
     note = (
-        "Param and Mem are ours, counted: trained parameters, and weights with optimizer state. Brackets hold the "
-        "paper's value where it differs. The better of a pair without and with DLR is bold. Published rows that come "
-        "from other papers may have another n, and so another bias."
+        "Param and Mem are our own counts: trained parameters, and weights with optimizer state. The paper's value "
+        "follows in brackets where it differs. The better of a pair without and with DLR is bold. Published rows that "
+        "come from other papers may have another n, and so another bias."
     )
     if item.control:
-        note = f"Δ control is the difference to {item.control} between runs with the same seed."
+        note = f"Δ control is the difference from {item.control} between runs with the same seed."
     yield found.table(list(rows.values()), CONVENTION, note, *remarks_on(found))
 
 
@@ -206,7 +206,7 @@ def _with_printed(ours: str, theirs: str) -> str:
 
 
 def _better(found: Results) -> set[tuple[str, str]]:
-    """The cell with the lower mean of each pair, without and with DLR, that has ended."""
+    """The cell with the lower mean in each pair, without and with DLR, whose runs have ended."""
     better = set()
     for row, scale in found.cells:
         pair = {name: found.cells.get((name, scale)) for name in (row, f"{row}+dlr")}
@@ -224,7 +224,7 @@ def _to_control(found: Results, row: str, scale: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# One run a row
+# One run per row
 
 
 def milestones(found: Results) -> Iterator[Table | Picture]:
@@ -236,8 +236,8 @@ def milestones(found: Results) -> Iterator[Table | Picture]:
             ours = NONE if cell.run is None else _after(found, cell.run, round(at / last * cell.run.planned))
             shown |= columns(f"{at // 1000}K steps", "PPL", ours, str(theirs), cell.differs)
         rows.append(shown | _memory(cell, printed("measured", row, scale) or {}))
-    note = "The milestones are of one schedule. A schedule of other steps shows them at the same shares of its steps."
-    yield found.table(rows, CONVENTION, f"{note} oom: out of the paper's memory.", *remarks_on(found))
+    note = "The milestones belong to one schedule. A shorter or longer one shows them at the same shares of its steps."
+    yield found.table(rows, CONVENTION, f"{note} oom: out of memory, in the paper.", *remarks_on(found))
 
 
 def _after(found: Results, run: pd.Series, step: int) -> str:
@@ -257,7 +257,7 @@ def _memory(cell: Cell, theirs: dict) -> dict[tuple[str, str], str]:
 
 
 def _machine_differs(cell: Cell, theirs: dict) -> list[str]:
-    """What of model and machine is not as in the paper's measurement. Text and size do not matter."""
+    """How model and machine differ from those of the paper's measurement. Text and size do not matter."""
     if cell.run is None:
         return []
     found = [key for key in cell.differs if key not in ("seeds", "text", "tokenizer", "convention", "parameters")]
@@ -284,7 +284,8 @@ def system(found: Results) -> Iterator[Table | Picture]:
         paper = digits(theirs.get("tokens_per_s_32xh100", np.nan) / 32, ",.0f")
         rows.append(shown | columns("Tokens/s of a GPU", "ours", ours, paper, _machine_differs(cell, theirs)))
     note = (
-        "Memory is the peak of what torch allocates. Tokens count padding; the paper's are of 32 H100, divided by 32."
+        "Memory is the peak of what torch allocates. Tokens include padding; the paper's are for 32 H100s, divided "
+        "by 32."
     )
     yield found.table(rows, f"{note} The perplexities of these rows are in table1.")
 
@@ -316,7 +317,7 @@ def dynamics(found: Results) -> Iterator[Table | Picture]:
             ax.set(xlabel="tokens/s")
             caption = (
                 f"Speed of a training step at 60M on {result['device']}: contiguous (dlr=on) and random maps, in the "
-                "weights and by branch. The paper's by branch, on 8 A100: 1,445,134 contiguous, 507,186 random."
+                "weights and by branch. The paper has, by branch on 8 A100s, 1,445,134 contiguous and 507,186 random."
             )
             yield save(ax, found.folder, f"{found.item.name}_speed", caption)
 
@@ -351,7 +352,7 @@ def read_result(file: Path, shape: Shape) -> dict:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise UserError(f"{file}: damaged ({error}). Delete it, and its program is due again") from error
+        raise UserError(f"{file}: damaged ({error}). Delete it, and its program will run again") from error
 
 
 def fold(found: Results) -> Iterator[Table | Picture]:
@@ -389,8 +390,8 @@ def tasks(found: Results) -> Iterator[Table | Picture]:
         paper = {task: beside(told[task], f"{accuracy:.2f}", differs) for task, accuracy in published.items()}
         rows.append({"Method": row, "Tokenizer": "paper"} | paper)
     note = (
-        "Accuracy in %, mean ± standard deviation (checkpoints). As published: every text ends with </s>, so tasks "
-        "whose choices are one token always pick the first one."
+        "Accuracy in %, mean ± standard deviation (checkpoints). As published: every text ends with </s>, so the first "
+        "choice always wins in tasks whose choices are one token."
     )
     yield found.table(rows, note, *remarks_on(found))
 

@@ -8,9 +8,9 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     flops_per_token   forward and backward, see ``flops_per_token``; flops_total for all steps
     memory            bytes on one GPU, for eager code, see ``models.memory``; total is the peak
     disk              checkpoint: its bytes; to write it, all ranks together pin as many bytes of host memory.
-                      run: the most bytes on the disk at a time, which is while a checkpoint is being written
+                      run: the most bytes on the disk at any time, reached while a checkpoint is being written
     batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own; micro_batch is
-                      then the scale's), micro_batches (of a rank in an update), seq_len, positions
+                      then the scale's), micro_batches (per rank and update), seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
                       which a GPU waits for others, on top of hours; null in fp32
@@ -46,15 +46,15 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
-# The least is what the paper's number for CoLA + DLR at 1b implies. The most is within 0.33 to 0.39, what torchtitan
-# reports for a dense 8B LLaMA.
+# The lower value is what the paper's number for CoLA + DLR at 1b implies. The upper value is within the 0.33 to 0.39
+# that torchtitan reports for a dense 8B LLaMA.
 MFU = (0.11, 0.35)
-# Bytes/s of a GPU in each direction in large collectives: 0.8 of NVLink 4, and of 400 Gb/s of network for each GPU.
+# Bytes/s per GPU and direction in large collectives: 0.8 of NVLink 4's, and of a network with 400 Gb/s per GPU.
 NVLINK, NETWORK = 360e9, 40e9
-# Seconds of a step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
+# Seconds per step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
 RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
-FEW, MFU_OF_FEW = 4096, (0.11, 0.31)  # positions of a GPU: see "an H100, ms" in benchmarks/README.md
-# As tests/fakegpu measures it for cola with DLR, with micro-batches of 64 and of 16 sequences.
+FEW, MFU_OF_FEW = 4096, (0.11, 0.31)  # positions per GPU: see "an H100, ms" in benchmarks/README.md
+# Measured by tests/fakegpu for cola with DLR, with micro-batches of 64 and of 16 sequences.
 COMPILED = "compiled code takes less, for example 0.75 of the peak at 60m and 0.82 at 1b"
 
 
@@ -112,7 +112,7 @@ def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) 
 
 
 def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
-    """Bytes of one checkpoint, and of the folded model with all checkpoints that exist at a time."""
+    """Bytes of one checkpoint, and of the folded model with all checkpoints that exist at the same time."""
     keep, steps, checkpoint = cfg.checkpoint, cfg.train.steps, state_and_moments(cfg, vocab_size)
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = parameters(cfg, vocab_size)["folded"] * STATE_DTYPE[cfg.precision.name].itemsize
@@ -121,7 +121,7 @@ def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Size:
-    """What a run takes: FLOPs of a position, millions of trained parameters, GB of weights and optimizer state without
+    """What a run takes: FLOPs per position, millions of trained parameters, GB of weights and optimizer state without
     padding, and bytes on the disk."""
 
     flops: float
@@ -174,7 +174,7 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
 
 
 def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, utilisations: Sequence[float]) -> dict | None:
-    """Tokens/s of all GPUs and hours of the whole run, both only from FLOPs and utilisation, and the waiting."""
+    """Tokens/s of all GPUs and hours of the whole run, from FLOPs and utilisation alone, and the waiting."""
     if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the known peaks are of bf16 products
         return None
     estimates, positions = [], cfg.train.global_batch * cfg.train.seq_len
@@ -191,8 +191,8 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
     """An estimate of the seconds in which a GPU waits for others in an update whose arithmetic takes ``seconds``.
 
     It follows from the bytes, links and steps of the collectives. Those of blocks overlap with the arithmetic, and a
-    GPU waits for what they take beyond it. It waits for all that embedding, final norm and head take, because their
-    gradients are complete last.
+    GPU waits only for the time that they take beyond it. It waits for the whole time that those of embedding, final
+    norm and head take, because their gradients are complete last.
     """
     model = build_model(cfg, vocab_size, torch.device("meta"), WORKING_DTYPE[cfg.precision.name])
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
@@ -240,18 +240,18 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     run, sizes, batch, speed = p["run"], p["parameters"], p["batch"], p["speed"]
     yield "run", run["dir"]
     choices = f"{run['scale']}, {run['backbone']}, dlr {run['dlr']}, {run['optimizer']}, {run['precision']}"
-    assumed = " assumed: the tokenizer's will be taken" if p["vocabulary"]["assumed"] else ""
+    assumed = " assumed: the tokenizer's will be used" if p["vocabulary"]["assumed"] else ""
     yield "model", f"{choices}; vocabulary {p['vocabulary']['size']:,}{assumed}"
     trained = f"{sizes['trainable']:,} of {sizes['total']:,} trained"
     yield "parameters", f"{trained}; {sizes['folded']:,} in the folded model"
-    flops = f"{p['flops_per_token'] / 1e9:,.3f} GFLOP a token, {p['flops_total']:.2e} FLOP in all"
+    flops = f"{p['flops_per_token'] / 1e9:,.3f} GFLOP per token, {p['flops_total']:.2e} FLOP in all"
     yield "arithmetic", f"{flops}, forward and backward"
     factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
     yield "batch", f"{batch['positions']:,} tokens = {factors} (ranks, micro-batches, sequences, length)"
     steps = f"{p['steps']:,} updates, {p['warmup_steps']:,} of them warm-up"
     yield "steps", f"{steps}; {amount(p['tokens'])} tokens, padding included"
-    checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, and as much host memory over all ranks"
-    yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at a time"
+    checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB per checkpoint, and as much host memory over all ranks"
+    yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at most"
     auto = " (a run uses the largest that fits)" if batch["auto"] else ""
     size = f"for micro-batches of {batch['micro_batch']}{auto}"
     yield "memory", f"of one GPU in GB, {size}, counted for eager code; {COMPILED}"
@@ -260,19 +260,19 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
         if size:
             yield "", f"{part:<16}{size / 1e9:8.2f}{peak}"
     if speed is None:
-        yield "time", f"not estimated: the known peaks are of bf16 products, not of {run['precision']}"
+        yield "time", f"not estimated: the known peaks are for bf16 matrix products, not for {run['precision']}"
     else:
         gpus = f"{batch['ranks']} x {speed['gpu']}, {PEAK_FLOPS[speed['gpu']] / 1e12:.0f} TFLOP/s each"
-        means = "by FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
-        means += "; waiting for other GPUs, by an estimate, comes on top" if batch["ranks"] > 1 else ""
+        means = "from FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
+        means += "; the estimated waiting for other GPUs comes on top" if batch["ranks"] > 1 else ""
         yield "time", f"on {gpus}, {means}"
         for e in speed["estimates"]:
             share = e["waiting"] * e["tokens_per_second"] / batch["positions"]
             waiting = f"  +{share:.0%} waiting" if share >= 0.005 else ""
             yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {_time(e['hours']):>16}{waiting}"
     if paper := p["paper"]["measured"]:
-        held = f"{paper['memory_gb']:.2f} GB a GPU with micro-batches of {paper['micro_batch']}, compiled"
-        fast = f"; {paper['tokens_per_s_32xh100']:,.0f} tokens/s on 32 H100" if "tokens_per_s_32xh100" in paper else ""
+        held = f"{paper['memory_gb']:.2f} GB per GPU with micro-batches of {paper['micro_batch']}, compiled"
+        fast = f"; {paper['tokens_per_s_32xh100']:,.0f} tokens/s on 32 H100s" if "tokens_per_s_32xh100" in paper else ""
         yield "measured", f"by the paper, for {paper['method']}: {held}{fast}"
     if paper := p["paper"]["table1"]:
         memory = f"{paper['mem_gb']:.2f} GB (weights and optimizer alone)"

@@ -1,4 +1,4 @@
-"""Reports of one run or of many, as Markdown and as a page of HTML that needs neither server nor network."""
+"""Reports of one run or of many, as Markdown and as an HTML page that needs neither server nor network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCUMENT = r"""\documentclass{article}
 %s
 \end{document}
 """
-# What a spreadsheet takes for a formula. Signed numbers, with deviation and count or without, are not.
+# What a spreadsheet takes for a formula. Signed numbers, with or without deviation and count, do not match.
 FORMULA = re.compile(r"[=@]|[+-](?![\d.,]+(e[+-]?\d+)?( ± [\d.,]+)?( \(\d+\))?$)")
 NUMBERS = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", "ppl", "convention", "speed", "mfu",
            "memory", "machine"]  # fmt: skip
@@ -62,7 +62,7 @@ def write_tables(tables: Sequence[Table], folder: Path) -> None:
 
 
 def write_csv(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table. A spreadsheet will take no name in it for a formula."""
+    """Write a table in which a spreadsheet takes no name for a formula."""
     frame.map(no_formula).rename(columns=no_formula).to_csv(path, index=False)
 
 
@@ -97,7 +97,7 @@ def write_report(run_dir: Path) -> None:
 
 
 def _sample(path: Path) -> Iterator[Table]:
-    """The sample that the export has written, if it has."""
+    """The sample that the export has written, if any."""
     if path.exists():
         written = read_json(path, {"prompt": str, "continuation": str})
         rows = [{"": name, "Text": " ".join(written[name].split())} for name in written]

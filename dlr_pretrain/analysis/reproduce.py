@@ -63,7 +63,7 @@ class Work:
 
 
 def hours_of(works: Sequence[Work], gpu: str, mfu: Sequence[float]) -> dict[Path, tuple[float, ...]]:
-    """GPU hours of each run, by its directory: from FLOPs and the peak of ``gpu``, at each utilisation, least first.
+    """GPU hours of each run by its directory, from FLOPs and the peak of ``gpu`` at each utilisation; ascending.
 
     If a run was trained on that GPU, the runs that differ from it only in the seed have its measured speed instead.
     """
@@ -88,7 +88,7 @@ def measured_speed(folder: Path, gpu: str) -> float | None:
 
 
 def total(hours: Sequence[tuple[float, ...]], unit: float = 1) -> str:
-    """The sum of hours, from the least to the most, in a ``unit`` of hours."""
+    """The sum of hours, as a range from the least to the most. ``unit`` is the shown unit in hours."""
     sums = (sum(of[0] for of in hours) / unit, sum(of[-1] for of in hours) / unit)
     return " to ".join(dict.fromkeys(f"{time:,.0f}" if time >= 10 else f"{time:.2g}" for time in sums))
 

@@ -54,8 +54,8 @@ def digits(value: float | None, spec: str) -> str:
 def spread(values: Iterable[float], spec: str = ",.2f") -> str:
     """The mean over seeds ± the standard deviation (divisor n - 1), and the number of seeds, as text.
 
-    Infinite values stand for diverged runs. They are counted instead, because no mean may leave them out. If a value is
-    missing, or all are, the text is –.
+    Infinite values stand for diverged runs. They are counted instead, because no mean may leave them out. If there are
+    no values, or one is missing, the text is –.
     """
     found = np.array(list(values), dtype=float)
     if not len(found) or np.isnan(found).any():
@@ -94,7 +94,7 @@ class Runs:
     remarks: list[str]
 
     def groups(self) -> list[tuple[pd.Series, pd.DataFrame]]:
-        """The first run of each group, for what its runs share, and all its runs, in the order of scale and name."""
+        """For each group its first run, to read what all share, and all its runs, in the order of scale and name."""
         return [(of.iloc[0], of) for _, of in self.runs.groupby("key", sort=False)]
 
 
@@ -130,7 +130,7 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
         for path in own:
             found.setdefault(path.parent.resolve(), path.parent)
         if not own:
-            remarks.append(f"{place}: no run directory there (one has a config.yaml)")
+            remarks.append(f"{place}: no run directory there (a run directory has a config.yaml)")
     return list(found.values())
 
 
@@ -153,7 +153,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
 
     began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest["starts"]}
     trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
-    recent = metrics[metrics.time >= max(trained)]  # since the last start that trained, and did not only export
+    recent = metrics[metrics.time >= max(trained)]  # since the last start that trained rather than only exported
     last = trained[max(trained)]
     seed, order = config["seed"], config["data"]["seed"]
     row = {
@@ -249,7 +249,7 @@ def differing(identities: Iterable[dict]) -> list[str]:
 
 
 def differing_text(runs: pd.DataFrame) -> list[str]:
-    """The keys by which runs are evaluated on different text. If it names any, losses cannot be compared."""
+    """The keys by which runs are evaluated on different text. If there are any, losses cannot be compared."""
     scored = [{key: identity.get(key) for key in TEXT} for identity in runs.identity]
     padded = {"data.mask_documents": False}  # a row holds one document, so masking changes nothing
     return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
@@ -263,13 +263,13 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
         elif run["state"] == "diverged":
             yield f"{run['name']} diverged after step {run['step']:,}: it counts as infinite in means"
         if run["skipped"] > 0:
-            yield f"{run['name']} has left out {run['skipped']:,.0f} updates that were not finite"
+            yield f"{run['name']} has skipped {run['skipped']:,.0f} updates that were not finite"
     for (scale, label), of in runs.groupby(["scale", "label"], sort=False):
         if len(codes := set().union(*of.code)) > 1:
             yield f"{label} at {scale} was trained by different code: {', '.join(sorted(codes))}"
     for scale, of in runs.groupby("scale", sort=False):
         if keys := ", ".join(differing_text(of)):
-            yield f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare"
+            yield f"evaluations at {scale} are not all of the same text ({keys}): their losses cannot be compared"
 
 
 def _text(value: object) -> str:

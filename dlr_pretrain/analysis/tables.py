@@ -1,4 +1,4 @@
-"""Tables: how one is written, those of a report, and the paper's. Cells are text; a missing value shows as –."""
+"""Tables: their formats, those of a report, and the paper's. Cells are text; a missing value shows as –."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Table:
 
     @property
     def header(self) -> list[str]:
-        """The columns, each in one line."""
+        """The columns, each on one line."""
         return [column if isinstance(column, str) else " ".join(filter(None, column)) for column in self.frame]
 
     def markdown(self) -> str:
@@ -96,7 +96,7 @@ def headline(found: Runs) -> Table:
 
 
 def groups_table(found: Runs) -> Table:
-    """A row for each group: its setting, cost and results. The best of a scale is first, and bold if it has rivals."""
+    """A row for each group: its setting, cost and results. The best at a scale is first, and bold if it has rivals."""
 
     def place(pair: tuple[pd.Series, pd.DataFrame]) -> tuple:
         mean = ended(pair[1]).ppl.mean()  # infinite if a run diverged
@@ -121,7 +121,7 @@ def groups_table(found: Runs) -> Table:
             "lr": digits(group.lr, "g"),
         })  # fmt: skip
     note = (
-        "Mean ± standard deviation (seeds). The best of a scale is bold. Tokens count padding, up to the last update."
+        "Mean ± standard deviation (seeds). The best at a scale is bold. Tokens include padding, up to the last update."
     )
     return table("groups", "What was trained", rows, [note, *_about_convention(found)])
 
@@ -172,10 +172,10 @@ def runs_table(found: Runs) -> Table:
          "MFU": digits(run.mfu, ".3f"), "GB a rank": digits(run.memory, ".2f"), "Machine": run.machine}
         for run in found.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
-    notes = ["Memory is the peak of a rank. Compare speed and memory only within a machine."]
+    notes = ["Memory is the peak of a rank. Compare speed and memory only on the same machine."]
     if found.runs.speed.notna().any():
-        about = "tokens/s is the median since the last start, of means over 20 steps without evaluation and saving"
-        notes = [f"{about}; it counts padding.", *notes]
+        about = "tokens/s is the median, since the last start, of means over 20 steps without evaluation and saving"
+        notes = [f"{about}; it includes padding.", *notes]
     return table("runs", "Runs", rows, notes)
 
 

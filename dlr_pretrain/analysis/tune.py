@@ -46,7 +46,7 @@ def own_words(run: PlannedRun) -> tuple[str, ...]:
 
 
 def method_names(runs: Sequence[PlannedRun]) -> dict[tuple[str, ...], str]:
-    """The name of each method by its own words, as in reports. Where methods share a name, it ends with their words."""
+    """The name of each method by its own words, as in reports. Where methods share a name, differing words follow."""
     names, found = {}, {}
     for run in runs:
         names[own_words(run)] = method_name(run.cfg.backbone.name, run.cfg.dlr.name, run.cfg.optimizer.name)
@@ -77,7 +77,7 @@ def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
     first = next(iter(identities), "")
     for other, key in product(identities, keys):
         if identities[other].get(key) != identities[first].get(key):
-            rule = "their losses do not compare. Give it for all methods, or move away runs of what the text was before"
+            rule = "their losses cannot be compared. Set it for all methods, or move away runs on an earlier text"
             raise UserError(f"{key} of {other} is not that of {first}: {rule}")
 
 
@@ -90,15 +90,15 @@ def trial_of(method: str, run: PlannedRun, state: str) -> dict:
         return found | {"loss_a": None, "loss_b": None}
     last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
     if last.get("step") != train.steps:
-        raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
+        raise UserError(f"{run.dir}: complete, but metrics.jsonl has no evaluation of its last step. Move it away")
     if wrong := misfit(last, dict.fromkeys(("eval/loss", "eval/loss_a", "eval/loss_b"), NUMBER | None)):
-        raise UserError(f"{run.dir}/metrics.jsonl: damaged: of its last step, {wrong}. Move it away")
+        raise UserError(f"{run.dir}/metrics.jsonl: damaged at its last step: {wrong}. Move it away")
     found |= {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
     if last["eval/loss"] is None:
         return found | {"state": "diverged"}
     if None in (found["loss_a"], found["loss_b"]):
         fix = "Set eval.packing=packed or a larger data.held_out for all methods"
-        raise UserError(f"{run.dir}: its validation text is one sequence, and two halves are compared. {fix}")
+        raise UserError(f"{run.dir}: its validation text is one sequence, but two halves are compared. {fix}")
     return found
 
 
@@ -185,9 +185,10 @@ def methods_table(found: dict) -> Table:
             row["Better"] = c["better"] or f"not decided: {c['reason']}"
         rows.append(row)
     note = (
-        "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
-        "Differences are in nats/token from the first method, between runs with the same seed; a negative one favours "
-        "the row's method. Intervals are by Student's t. A method is called better if its interval excludes zero."
+        "PPL (held out) is on the half of the validation text that did not choose the rate: mean ± standard deviation "
+        "(seeds). Differences are in nats/token from the first method, between runs with the same seed; a negative one "
+        "favours the row's method. Intervals are by Student's t. A method is called better if its interval excludes "
+        "zero."
     )
     return table("tune", "Each method at its own learning rate, on half of the validation text", rows, [note])
 

@@ -1,9 +1,9 @@
 """The configuration of a run: its keys, rules and identity, and the parsing of a command line.
 
-The dataclasses of ``tree`` state every key once: type, default, bounds and meaning. The keys of a backbone or an
-optimizer stand in its own file. The YAML files under ``configs/`` hold the values of options. The file of the chosen
-backbone is the first to import torch, so ``--help`` and mistyped options are answered at once. Only ``command_line``
-imports Hydra.
+The dataclasses of ``tree`` declare every key once: type, default, bounds and meaning. The keys of a backbone or an
+optimizer are declared in its own file. The YAML files under ``configs/`` hold the values of options. The file of the
+chosen backbone is the first to import torch, so ``--help`` and mistyped options are answered at once. Only
+``command_line`` imports Hydra.
 """
 
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem

@@ -54,7 +54,7 @@ class CommandLine:
 def read(argv: list[str]) -> CommandLine:
     """Parse a command line and normalise its words. A later word replaces an earlier word for the same key.
 
-    Raises ConfigError if the folder ``--config-dir`` does not exist. The result holds all other problems.
+    Raises ConfigError if the folder given by ``--config-dir`` does not exist. All other problems are in the result.
     """
     given, rest = _flags().parse_known_args(argv)
     line = CommandLine(
@@ -76,13 +76,13 @@ def read(argv: list[str]) -> CommandLine:
             fix = did_you_mean(word.lstrip("-").partition("=")[0].replace("-", "_"), [*GROUPS, *KEYS], "See --help")
             line.problems.append(Problem(word, MISSING, "not a flag of this command", fix))
         elif len(word.splitlines()) > 1:
-            line.problems.append(Problem(key_of(word), repr(word.partition("=")[2]), "holds a line break"))
+            line.problems.append(Problem(key_of(word), repr(word.partition("=")[2]), "contains a line break"))
         elif word.startswith("~") or ("=" in word and key_of(word)):
             _add(word, line)
         else:
             loose.append(word)
     if loose:
-        rule, fix = "not of the form key=value", "Write key=value, without blanks around ="
+        rule, fix = "not of the form key=value", "Write key=value, without spaces around ="
         line.problems.append(Problem(" ".join(loose), MISSING, rule, fix))
     return line
 
@@ -138,7 +138,7 @@ def _add(word: str, line: CommandLine) -> None:
         line.problems.append(Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\""))
         return
     if swept and not line.multirun:
-        fix = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
+        fix = f"Run each value with train.py -m. Or quote: \"{key}='{value}'\""
         line.problems.append(Problem(key, value, "several values for one run", fix))
         return
     merges = "={" in word  # a mapping such as train={lr: 1} adds to earlier words
@@ -160,7 +160,7 @@ def _option(group: str, value: str, line: CommandLine) -> str:
 
 
 def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
-    """The value for the chosen scale, else for ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, with the quotes.
+    """The value for the chosen scale, or else for ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, quotes included.
 
     Raises ValueError if neither is listed.
     """
@@ -208,8 +208,8 @@ def session() -> AbstractContextManager:
 def check(line: CommandLine, world_size: int | None, machine: bool = True) -> list[Config]:
     """The configurations of a command line, several with ``-m``. Raises ConfigError with all problems.
 
-    ``machine`` says whether rules about this machine are checked, see ``validate``. Hydra writes and logs nothing here,
-    and calls no callbacks.
+    ``machine`` says whether rules about this machine are checked (see ``validate``). Hydra writes and logs nothing
+    here, and calls no callbacks.
     """
     configs, problems, search = [], [], []
     if line.config_dir is not None:

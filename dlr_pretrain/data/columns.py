@@ -22,7 +22,7 @@ def field_path(text_key: str, fields: Collection[str]) -> Sequence[str]:
 
 
 def read_texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[bytes | None]:
-    """Yields the texts from row ``start`` on, reading only the text column and skipping parquet row groups before it.
+    """Yields the texts from row ``start`` on. Reads only the text column, and skips earlier parquet row groups.
 
     Raises UserError if the column is missing or does not hold text.
     """
@@ -80,13 +80,13 @@ def _texts_of_batch(address: str, batch: Any, text_key: str) -> list[bytes | Non
     with suppress(pyarrow.ArrowNotImplementedError):
         if types.is_dictionary(kind):
             column = column.dictionary.cast(binary).take(column.indices)
-        values = column.cast(binary).to_pylist()  # a cast to text would fail at bytes that are not UTF-8
+        values = column.cast(binary).to_pylist()  # a cast to text would fail on bytes that are not UTF-8
     if values and not types.is_null(kind):
         return values
     if types.is_struct(kind):
         fix = f"Name one of its fields: data.text_key={text_key}.FIELD"
     elif types.is_nested(kind):
-        fix = "First join each to one string, as pyarrow.compute.binary_join(column, '\\n') does with lists"
+        fix = "First join each value into one string, as pyarrow.compute.binary_join(column, '\\n') does for lists"
     else:
-        fix = "Name a column of text in data.text_key, or first cast this one: column.cast('string')"
+        fix = "Name a text column in data.text_key, or cast this one first: column.cast('string')"
     raise UserError(f"{rule}: {found}. {fix}")

@@ -1,4 +1,4 @@
-"""Estimates how much text files hold from their first bytes: the streams divide text before anybody has read it."""
+"""Estimates the amount of text in files from their first bytes: streams divide the text before it has been read."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dlr_pretrain.data.files import File, open_file
 from dlr_pretrain.data.rows import Row, read_head_rows, read_rows
 from dlr_pretrain.util.errors import UserError
 
-HEAD_BYTES = 1 << 19  # read of each file, or more up to the end of a document
+HEAD_BYTES = 1 << 19  # read from each file; more if no document has ended by then, up to MAX_HEAD_BYTES
 MAX_HEAD_BYTES = 8 << 20
-PART_BYTES = 1 << 16  # of text, read at once
+PART_BYTES = 1 << 16  # of text, read at a time
 HEAD_ROWS = 256  # of a parquet or arrow file
-MAX_MEASURED = 64  # files up to which all are measured; of more files, SAMPLED of each suffix
+MAX_MEASURED = 64  # up to this many files, all are measured; of more files, at most SAMPLED of each suffix
 SAMPLED = 8
 THREADS = 8
-TOLERANCE = 0.25  # by which the head of a file may differ by chance from those of other files
+TOLERANCE = 0.25  # relative difference from the average of a suffix that is put down to chance
 
 
 def estimate_sizes(files: Sequence[File], data: Data) -> tuple[list[int], list[int]]:
-    """The numbers of characters and of documents of each file, at least 1.
+    """The numbers of characters and of documents in each file, each at least 1.
 
-    They are a file's bytes times the average rate of its suffix, unless the file is small or its head differs much.
+    They are a file's bytes times the average rate of its suffix, unless the file is small or its head is atypical.
     """
     groups: dict[str, list[File]] = defaultdict(list)
     for file in files:
@@ -86,12 +86,13 @@ def estimate_size(file: File, data: Data) -> tuple[float, float] | None:
 def _head(stream: BinaryIO, compression: str, rowwise: bool) -> tuple[bytes, float]:
     """The first text of a stream, and the share of the file that it makes up: 1 for the whole file.
 
-    A decompressor reads more bytes only after it has returned all text of the bytes before, so the two match there.
+    A decompressor reads more bytes only after it has returned all text of the earlier ones. At that point the numbers
+    of bytes and of text match.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     opened, text, known = formats.decompressed(stream, compression), bytearray(), (0, 0)
-    with suppress(*formats.DAMAGED):  # whoever reads the file reports where
+    with suppress(*formats.DAMAGED):  # a later read of the file reports where
         while True:
             before = stream.tell()
             part = opened.read(PART_BYTES)

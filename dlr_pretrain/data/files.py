@@ -35,8 +35,8 @@ from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_std
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
-RETRY_SECONDS = 480.0  # without progress; shorter than the default of run.timeout_minutes, to end first
-FIRST_NOTE_SECONDS, NOTE_SECONDS = 10.0, 60.0  # without an answer, until the first and each further note
+RETRY_SECONDS = 480.0  # without progress; shorter than the default run.timeout_minutes, so as to end first
+FIRST_NOTE_SECONDS, NOTE_SECONDS = 10.0, 60.0  # of silence before the first note, and between notes
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL_STATUSES = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
@@ -114,7 +114,7 @@ def refuse_snapshots(files: list[File]) -> None:
 
 def _refuse_folder(error: OSError) -> NoReturn:
     """Raise UserError: a glob or walk would silently skip the files of a folder that cannot be listed."""
-    fix = "Make it readable, or name the files by data.train_files"
+    fix = "Make it readable, or name the files in data.train_files"
     raise UserError(f"{error.filename}: cannot be listed, and may hold text: {error.strerror}. {fix}") from error
 
 
@@ -146,15 +146,15 @@ def _find_remote(root: str, address: str) -> list[File]:
     def look() -> dict[str, dict]:
         try:
             return system.glob(path, detail=True) if magic else {path: system.info(path)}
-        except FileNotFoundError as error:  # which fsspec also raises where a server cannot be reached
+        except FileNotFoundError as error:  # which fsspec also raises when a server cannot be reached
             if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
                 raise error.__cause__ from None
             return {}
 
     found = retry(look, address)
     if outside := next((name for name in found if ".." in re.split(r"[/\\]", unquote(name))), None):
-        fix = "Name the files by data.train_files"
-        raise UserError(f"{address}: the server lists {outside}, which leads out of its folder. {fix}")
+        fix = "Name the files in data.train_files"
+        raise UserError(f"{address}: the server lists {outside}, which is outside its folder. {fix}")
     return [
         File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"), str(entry))
         for name, entry in sorted(found.items())
@@ -174,7 +174,7 @@ def _file_system(address: str) -> tuple[Any, str]:
 def pin_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None]:
     """``data`` with its hub addresses at fixed commits, and the commit that a run records; None without such addresses.
 
-    The commit is that of the training files' repository, or of the validation files' if only these are on the hub.
+    The commit is that of the training files' repository, or that of the validation files' if only these are on the hub.
     Without ``commit``, the hub is asked for that of ``data.revision``, or for the newest. Raises UserError if an
     address in another repository, or at another revision, names no commit.
     """
@@ -193,7 +193,7 @@ def pin_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None
         elif not COMMIT.fullmatch(own or ""):
             rule = f"is not in the repository and revision of data.{first}, whose commit the run keeps"
             named = f"{match[1]}@{_commit(match[1], own)}{match[3]}"
-            raise UserError(f"data.{key}={match[0]}: {rule}. Name its own: data.{key}={named}")
+            raise UserError(f"data.{key}={match[0]}: {rule}. Name a commit: data.{key}={named}")
         fixed[key] = f"{match[1]}@{own}{match[3]}"
     return replace(data, **fixed), commit  # type: ignore[arg-type]
 
@@ -238,7 +238,7 @@ def _noting_silence(name: str) -> Iterator[None]:
     def write_notes() -> None:
         wait = FIRST_NOTE_SECONDS
         while not answered.wait(wait):
-            write_to_stderr(f"note: waiting for {name} for {time.monotonic() - since:.0f} s")
+            write_to_stderr(f"note: no answer from {name} for {time.monotonic() - since:.0f} s")
             wait = NOTE_SECONDS
 
     threading.Thread(target=write_notes, daemon=True).start()
@@ -249,7 +249,7 @@ def _noting_silence(name: str) -> Iterator[None]:
 
 
 def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:
-    """The answer of ``ask``, which is repeated after temporary errors, for ``seconds``.
+    """The answer of ``ask``, which is repeated after temporary errors for up to ``seconds`` seconds.
 
     A server that answers with an error is retried for RETRY_SECONDS: many jobs may start together and keep it busy.
     """
@@ -319,7 +319,7 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
 
 
 def user_cache() -> Path:
-    """This project's folder in the user's cache, or among temporary files if the home cannot be written to."""
+    """This project's folder in the user's cache, or among temporary files if that is not writable."""
     with suppress(OSError, RuntimeError):
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain")
         folder.mkdir(parents=True, exist_ok=True)
@@ -329,7 +329,7 @@ def user_cache() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        rule = "is a link, or other users may write to it, so its content may be planted"
+        rule = "is a link, or other users may write to it, so its content may have been planted"
         raise UserError(f"{folder}: {rule}. Remove it, or set XDG_CACHE_HOME to a folder of your own")
     return folder
 
@@ -357,7 +357,7 @@ def created_atomically(folder: Path) -> Iterator[Path]:
 
 
 def _cached(file: File, path: Path) -> BinaryIO:
-    """The copy of a file at ``path``, fetched if missing. Unlike in fsspec's caches, other processes see it whole."""
+    """The copy of a file at ``path``, fetched if missing. Unlike with fsspec's caches, no process sees half of it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it as well

@@ -1,6 +1,6 @@
 """The format of a file: JSON lines, text, parquet or arrow, plain or compressed.
 
-The first bytes are checked before a file is read, because downloads and editors leave other files under valid names.
+The first bytes are checked before a file is read, because downloads and editors put other content under valid names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data.files import File
 from dlr_pretrain.util.errors import UserError, file_error, first_line
 
-HEAD_BYTES = 512  # that are checked
+HEAD_BYTES = 512  # checked at the start of a file
 BOM = b"\xef\xbb\xbf"
 SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which a zstd file may begin
 COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"} | SKIPPABLE
@@ -31,25 +31,25 @@ UNSUPPORTED = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
     ((b"%PDF",), "a PDF document", "Convert it to text"),
     ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
-    ((b"<!doctype", b"<html"), "an HTML page, perhaps an error of the server", FETCH),
-    ((b"<?xml",), "XML, perhaps an error of the server", FETCH),
+    ((b"<!doctype", b"<html"), "an HTML page, perhaps a server error", FETCH),
+    ((b"<?xml",), "XML, perhaps a server error", FETCH),
 ]
 NOT_JSON_LINES = [
-    ((b"[",), "a JSON array, and a shard holds one JSON object per line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
-    ((b"{\n", b"{\r"), "one JSON object over several lines, not one a line", "Convert it: jq -c . FILE > FILE.jsonl"),
+    ((b"[",), "a JSON array, but a shard holds one JSON object per line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
+    ((b"{\n", b"{\r"), "one JSON object over several lines, not one per line", "Convert it: jq -c . FILE > FILE.jsonl"),
 ]
-DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four
+DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are among the first four
 
 
 def unreadable(file: File, error: Exception, where: str = "") -> UserError:
-    """Turns one of ``DAMAGED`` into an error that names the file: the disk failed, or else the content is damaged."""
+    """Turns one of ``DAMAGED`` into an error that names the file, and says whether disk or content is at fault."""
     if isinstance(error, OSError) and error.errno:
         return file_error(OSError(error.errno, f"cannot be read{where}: {os.strerror(error.errno)}", file.address))
     return UserError(f"{file.address}: damaged or cut off{where} ({first_line(error)}). {FETCH}")
 
 
 def suffix_of(name: str) -> str:
-    """The suffix of a file name for its format and compression, such as .jsonl.gz; "" if the format is unknown."""
+    """The suffix that gives a file's format and compression, such as .jsonl.gz; "" if the format is unknown."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
@@ -102,7 +102,7 @@ def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
 
 
 def _refuse(file: File, head: bytes, formats: list[tuple[tuple[bytes, ...], str, str]]) -> None:
-    """Raise UserError if a file begins as one of ``formats``."""
+    """Raise UserError if a file begins like one of ``formats``."""
     text = head.removeprefix(BOM).lstrip().lower()
     for begins, what, fix in formats:
         if head.startswith(begins) or text.startswith(begins):

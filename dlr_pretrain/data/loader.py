@@ -1,7 +1,7 @@
 """A rank's batches from its share of the streams, prefetched by a background thread; and the validation set.
 
-At the start, the streams read their first rows in parallel, because each may have to wait for the network or to skip
-most of a compressed shard.
+The streams read their first rows in parallel, because each may have to wait for the network or skip most of a
+compressed shard.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 STARTING_THREADS = 16  # read the first rows of the streams
 PREFETCHED_BATCHES = 8  # hide the time in which a stream reads its next block
-CLOSE_SECONDS = 5.0  # longest wait for a read that hangs in the network; all threads are daemons
-POLL_SECONDS = 0.5  # between checks whether to go on waiting
+CLOSE_SECONDS = 5.0  # longest wait for a read that hangs on the network; all threads are daemons
+POLL_SECONDS = 0.5  # between checks of whether to keep waiting
 
 State = dict[str, list[int]]  # the position of each stream
 
@@ -48,7 +48,7 @@ class Batch:
 
     @classmethod
     def empty(cls, cfg: Config, rows: int) -> Batch:
-        """Rows of padding, in the form of a real batch: another form would make a compiled model compile again."""
+        """Rows of padding, in the form of a real batch: any other form would make a compiled model recompile."""
         tokens = torch.zeros((rows, cfg.train.seq_len + 1), dtype=torch.int32)
         return cls(tokens, torch.zeros(rows, dtype=torch.int32), 0, {}, 1 if cfg.data.mask_documents else None)
 
@@ -91,7 +91,7 @@ class TrainLoader:
                 if stop():
                     raise Stopped("asked to stop while waiting for data") from None
                 if time.monotonic() - since > timeout:
-                    rule = f"no training data for {timeout:.0f} s: their disk, or the hub, does not answer"
+                    rule = f"no training data for {timeout:.0f} s: the disk or hub that holds it does not answer"
                     raise Stalled(f"{rule}. The same command continues once it does") from None
         if isinstance(item, Exception):
             self._queue.put(item)  # for a later call
@@ -215,7 +215,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
 
 
 def _no_validation_text(cfg: Config, source: Source) -> UserError:
-    fix = "Give data.validation_files with text, or a larger data.held_out"
+    fix = "Set data.validation_files to files with text, or use a larger data.held_out"
     if cfg.data.bad_rows == "skip":
         fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"
     return UserError(f"The validation shards hold no text: {', '.join(source.validation_shards[:3])}. {fix}")

@@ -1,4 +1,4 @@
-"""Writes folders of tokens: for ``scripts/prepare_data.py``, and for small text when a run starts.
+"""Writes folders of tokens: for ``scripts/prepare_data.py``, and for small texts when a run starts.
 
 The manifest is written first, and the ids of a shard before its ends. A kill at any point leaves finished shards, which
 the same command keeps.
@@ -32,13 +32,13 @@ from dlr_pretrain.util.files import locked, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
-SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: some ten seconds of sentencepiece
+SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: about ten seconds for sentencepiece
 FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
-MANY_READS = 2.0  # per epoch of a streamed text, from which a remark is printed
+MANY_READS = 2.0  # reads of a streamed text per epoch from which on a remark is printed
 PARALLEL_CHARACTERS = 1 << 24  # above this, worker processes pay off
 SUFFIXES = (tokens.TOKENS, tokens.SUMS, tokens.ENDS)  # in the order of writing: a shard is complete once its ends exist
-OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces a damaged one"
-_tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
+OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces damaged tokens"
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # one per worker
 
 
 def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
@@ -71,7 +71,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     }
     _claim(output, manifest)
     tokenizer.save(output / tokens.TOKENIZER)
-    # The fork server has no threads of this process, and imports once for all workers.
+    # The fork server has none of this process's threads, and imports modules once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts workers on demand
@@ -100,7 +100,7 @@ def _claim(output: Path, manifest: dict) -> None:
     if not path.exists():
         others = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
         if others:
-            rule = f"is not empty (it has {others[0]}) and not a folder of tokens"
+            rule = f"is not empty (it holds {others[0]}) and is not a folder of tokens"
             raise UserError(f"{output}: {rule}. Name a new folder")
         write_durably(path, json.dumps(manifest, indent=1))
     there = tokens.read_manifest(output)
@@ -110,7 +110,7 @@ def _claim(output: Path, manifest: dict) -> None:
 
 
 def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
-    """Write the token shard ``name`` unless it exists and is sound. Returns whether it did."""
+    """Write the token shard ``name`` unless a sound one exists. Returns whether one existed."""
     path, tokenizer = output / name, _tokenizer(output / tokens.TOKENIZER)
     try:
         tokens.open_shard(path, tokenizer.vocab_size)
@@ -141,7 +141,7 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
 def tokenised_once(
     source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
 ) -> TextSource | TokenSource:
-    """The tokens of a text that is small, or has few documents for so many streams; otherwise the text itself.
+    """The tokens of a text that is small, or has too few documents for ``streams``; otherwise the text itself.
 
     The tokens are written below ``data.cache``, or in the user's cache, where a later start finds them.
     """
@@ -187,6 +187,6 @@ def _cost(source: TextSource, streams: int) -> str:
     times = sum(piece.size for share in shares for piece in share) / sum(sizes)
     if times < MANY_READS:
         return ""
-    fix = "scripts/prepare_data.py tokenises it once, and then the order is exact as well"
+    fix = "scripts/prepare_data.py tokenises it once, and also makes the order exact"
     rule = f"because {streams} streams share {plural(len(sizes), 'file')}"
     return f"each epoch reads the text {times:.0f} times, {rule}: {fix}"

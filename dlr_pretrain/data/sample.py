@@ -44,10 +44,10 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
     if (folder / TOKENIZER_FILE).is_file() and any(folder.glob("text-*.jsonl")):
         return folder
     if folder.name != own:
-        rule = f"this run reads the sample {folder.name}, which is not in {cache}, and this Python makes {own}"
-        raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to the sample's folder")
+        rule = f"this run reads the sample {folder.name}, which is not in {cache}, but this Python makes {own}"
+        raise UserError(f"data=sample: {rule}. Use the sample's Python, or set data.root to the sample's folder")
     shutil.rmtree(folder, ignore_errors=True)  # some of its files were purged
-    progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
+    progress(f"harvesting sample text from Python's standard library into {folder} (once, takes seconds)")
     with created_atomically(folder) as draft:
         documents = list(harvest())
         lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)

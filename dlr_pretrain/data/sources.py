@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def open_source(cfg: Config, progress: Callable[[str], None] | None = None, version: str | None = None) -> Source:
-    """Open the source that ``data`` names: every local file, and the first of remote files.
+    """Open the source that ``data`` names, and in it every local file, but only the first remote one.
 
     ``progress`` receives messages about long work (default: the module's log). ``version`` is what an earlier start of
     the run read. Without it the hub is asked, and a hub that does not answer is reported within seconds.
@@ -59,8 +59,8 @@ class TextSource:
     ``version`` is the commit on the hub, or the name of the sample, by which a run finds the files later.
     """
 
-    order = "text 2"  # the version of the data order; a run resumes only in its own
-    slack = 0.025  # the share of a stream's part by which a cut may move to the end of a file
+    order = "text 2"  # the version of the data order; a run resumes only with its own
+    slack = 0.025  # a cut may move to the end of a file by up to this share of a stream's part
 
     def __init__(self, data: Data, chosen: Choice, version: str | None = None):
         self.data, self.chosen, self.version = data, chosen, version
@@ -70,7 +70,7 @@ class TextSource:
         held_out = tuple(HELD_OUT + name for name in self.train_shards)
         self.validation_shards = tuple(file.name for file in chosen.validation) or held_out
         self.holds_out = not chosen.validation
-        self.splits_document = False  # into training and validation text, because all of the first are the same
+        self.splits_document = False  # into training and validation text, because all first documents are the same
         self.threshold = 0  # documents with a hash below it are held out
         self.contents = chosen.contents(data)
         self.remark = ""  # on the cost of reading this text
@@ -86,7 +86,7 @@ class TextSource:
     def fingerprint(self) -> str:
         """SHA-256 of the names and sizes of the files, and of the keys that decide what is read from them.
 
-        The location and the contents of the files do not count. A run resumes only on the same fingerprint.
+        The location and the contents of the files do not count. A run resumes only with the same fingerprint.
         """
         split = (self.chosen.train, self.chosen.validation)
         shards = [[(os.path.basename(file.name), file.size) for file in files] for files in split]
@@ -112,7 +112,7 @@ class TextSource:
                 yield number, text if (_hash(text) < self.threshold) == held_out else None
 
     def _file_rows(self, name: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
-        """As ``rows``, of a file, with documents that are held out and others."""
+        """As ``rows``, but for a file: with its held-out documents and all others."""
         for row in read_rows(self.files[name], self.data, start):
             if piece is not None and not piece.has(row.number):
                 continue
@@ -126,7 +126,7 @@ class TextSource:
             yield row.number, text
 
     def _report(self, name: str, row: int, error: UserError) -> None:
-        """Log a bad row that is left out, unless it or MAX_REPORTED_ROWS others are reported already."""
+        """Log a bad row that is left out, unless it or MAX_REPORTED_ROWS others have been reported already."""
         if (name, row) not in self._reported and len(self._reported) < MAX_REPORTED_ROWS:
             self._reported.add((name, row))
             last = ". This process reports no more" if len(self._reported) == MAX_REPORTED_ROWS else ""
@@ -141,7 +141,7 @@ class TextSource:
         return estimate_sizes(self.chosen.train, self.data)
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
-        """Yields the blocks of a share in its order, from the block at ``start`` on, each with piece and first row."""
+        """Yields the blocks of a share in order, from the block at ``start`` on, each with its piece and first row."""
         first, row = start
         for number, piece in enumerate(share.pieces[first:], first):
             found = self.rows(self.train_shards[piece.shard], row, piece)
@@ -150,12 +150,12 @@ class TextSource:
             row = 0
 
     def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
-        """Yields the validation documents in their order, some at a time."""
+        """Yields the validation documents in their order, a few at a time."""
         for shard in self.validation_shards:
             yield from tokenise_in_chunks(self.read(shard), tokenizer)
 
     def state(self) -> list:
-        """What decides the texts, including the current state of the files."""
+        """What determines the texts, including the current state of the files."""
         return [self.fingerprint, *(file.state() for file in self.files.values())]
 
     def describe(self) -> str:

@@ -33,7 +33,7 @@ from dlr_pretrain.util.files import read_json, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
-POSITIONS = 1024  # the least max_position_embeddings; a run with longer sequences exports their length
+POSITIONS = 1024  # the smallest max_position_embeddings; a run with longer sequences exports their length
 LAYER = "exported_layer"  # the key in config.json that names a user's own layer, which MODELING lacks
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
 AUTO_CLASSES = {
@@ -51,10 +51,10 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
 NO_LAYER = "transformers cannot load backbone={} yet: its options name no exported layer"
 PEFT = """
-For PEFT give `target_modules="all-linear"` or `["a", "b"]`: `q_proj` and LLaMA's other projections are pairs of
+With PEFT, pass `target_modules="all-linear"` or `["a", "b"]`: `q_proj` and LLaMA's other projections are pairs of
 matrices here.
 """
-# The largest difference of a logit that passes, in standard deviations of the logits. Measured on 2 x 256 ids with
+# The largest difference in a logit that passes, in standard deviations of the logits. Measured on 2 x 256 ids with
 # vocabulary 32,000, on new and briefly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m,
 # full). An unfolded residual gives 0.4, a wrong RoPE base 0.06 to 0.14. Rounding errors grow with training: the fp32
 # and fp64 logits of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
@@ -117,11 +117,11 @@ def export(
 
 
 def _rename_earlier(folder: Path) -> None:
-    """Keep an earlier export under another name: a run may end a second time, such as after a lost checkpoint."""
+    """Keep an earlier export under another name: a run may end a second time, for example after a lost checkpoint."""
     names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
     older = next(name for name in names if not name.exists())
     folder.rename(older)
-    write_to_stderr(f"note: the earlier {folder} is {older} now")
+    write_to_stderr(f"note: the earlier {folder} was renamed to {older}")
 
 
 def deployed(
@@ -223,7 +223,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
 
 def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool) -> str:
     """The text of the README. ``cfg`` describes the model in the folder, ``trained`` the run; ``record`` has the run's
-    final numbers by name, of which None is omitted."""
+    final numbers by name; those that are None are omitted."""
     name = trained.backbone.name
     title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
     title += ", merged into dense weights" if name != cfg.backbone.name else ""

@@ -77,7 +77,7 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
     at_once = arguments.world_size * arguments.per_device_train_batch_size
     arguments.gradient_accumulation_steps, rest = divmod(batch, at_once)
     if rest:
-        raise UserError(f"--batch={batch}: must be a multiple of {at_once}, the rows of all ranks x --micro-batch")
+        raise UserError(f"--batch={batch}: must be a multiple of {at_once}, the number of ranks x --micro-batch")
     trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -89,6 +89,6 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
         model.save_pretrained(output)
         setting |= {"source": str(folder), "rows": len(rows), "batch": batch}
         with (output / "README.md").open("a", encoding="utf-8") as card:
-            card.write(f"\n## Fine-tuned\n\nOn responses to instructions, all parameters: {setting}.\n")
+            card.write(f"\n## Fine-tuned\n\nAll parameters, on responses to instructions: {setting}.\n")
         write_durably(output / RECORD, json.dumps({"setting": setting, "training_loss": losses}, indent=1) + "\n")
     trainer.accelerator.wait_for_everyone()

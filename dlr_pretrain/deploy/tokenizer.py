@@ -51,7 +51,7 @@ def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> Non
 def fast_tokenizer(tokenizer: Tokenizer) -> Fast:
     """The tokenizer as one of the ``tokenizers`` library. Raises UserError if that library cannot return its ids.
 
-    The conversion takes a fraction of a second, so a long run calls it first, too.
+    The conversion takes a fraction of a second, so a long run also calls it before training.
     """
     if isinstance(tokenizer, FastTokenizer):
         plain = {"post_processor": None, "truncation": None, "padding": None}
@@ -89,7 +89,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
     else:
         fast = Fast(_bpe(pieces, pieces[unknown].piece, has_bytes))
     fast.normalizer = normalizers.Sequence(_normalisers(spec))
-    if has_bytes:  # bytes are joined to characters before the leading space is stripped
+    if has_bytes:  # bytes are joined into characters before the leading space is stripped
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         fast.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix)
     else:

@@ -38,7 +38,7 @@ class EndsEachText(HFLM):
 
 
 def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
-    """The harness's tasks, by each name of a comma-separated list (or "all"), with documents from ``data`` or the hub.
+    """The harness's tasks for each name in a comma-separated list (or "all"), with documents from ``data`` or the hub.
 
     ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. Only the
     split with the questions is read, because no example precedes a question. Raises UserError for an unknown name.

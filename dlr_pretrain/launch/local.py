@@ -68,7 +68,7 @@ def _start(run: PlannedRun, slot: int, at_once: int) -> subprocess.Popen:
     if 0 < len(gpus) < at_once and run.cfg.train.micro_batch == "auto":
         words.append("train.micro_batch=null")  # or each would take all the memory that is free
     run.dir.mkdir(parents=True, exist_ok=True)
-    with open(run.dir / LOG, "ab") as out:  # its own group: Ctrl-C reaches the run only by ``stop``
+    with open(run.dir / LOG, "ab") as out:  # its own group: Ctrl-C reaches the run only through ``stop``
         return subprocess.Popen(
             [sys.executable, *TRAIN, *words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, process_group=0,

@@ -24,7 +24,7 @@ from dlr_pretrain.config.command_line import jobs, key_of, read, session
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 
-USELESS = ("no such key", "would be ignored")  # how the problem of an override that a run cannot use begins
+USELESS = ("no such key", "would be ignored")  # how problems with overrides that a run cannot use begin
 Given, Found = TypeVar("Given"), TypeVar("Found")
 
 
@@ -32,8 +32,8 @@ Given, Found = TypeVar("Given"), TypeVar("Found")
 class Line:
     """The overrides of one run.
 
-    ``origin`` says where they stand, for messages. ``shared`` holds the keys that the whole table was given; a run that
-    lacks such a key goes without it.
+    ``origin`` says where they were written, for messages. ``shared`` holds the keys that the whole table was given; a
+    run that lacks such a key goes without it.
     """
 
     origin: str

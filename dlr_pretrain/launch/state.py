@@ -98,7 +98,7 @@ def last_saved(run_dir: Path) -> int:
 
 
 def queue() -> dict[str, str]:
-    """SLURM's state of each job and array task of this user, by id. Raises UserError without a SLURM that answers."""
+    """SLURM's state of each job and array task of this user, by id. Raises UserError if no SLURM answers."""
     said = ask("squeue", "--me", "--array", "--noheader", "--format=%i %T")
     return dict(line.split() for line in said.splitlines())
 

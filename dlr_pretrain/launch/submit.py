@@ -92,7 +92,7 @@ def submit(runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argpars
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     tasks = ranges([run.number for run in due]) + (f"%{given.limit}" if given.limit else "")
     logs = str(folder).replace("%", "%%") + "/%A_%a.log"
-    own = [f"--array={tasks}", f"--job-name={name}", f"--output={logs}"]  # behind the user's, which they overrule
+    own = [f"--array={tasks}", f"--job-name={name}", f"--output={logs}"]  # after the user's, which they override
     files = [f"{shipped('slurm')}/array.sbatch", f"{folder}/runs.txt"]
     command = ["sbatch", "--parsable", *given.for_sbatch, *own, *files]
     if given.status:

@@ -51,7 +51,7 @@ class Residual(nn.Module):
     def get_extra_state(self) -> Tensor:
         """[[beta, CRC-32 of the columns]], in float64. If alpha is learned, beta is for alpha = 1.
 
-        It has two dimensions because PEFT warns of any tensor of an adapter that has one.
+        It has two dimensions because PEFT warns about any one-dimensional tensor of an adapter.
         """
         alpha = 1.0 if isinstance(self.alpha, Tensor) else self.alpha
         checksum = zlib.crc32(self.columns.cpu().numpy().tobytes())
@@ -60,11 +60,11 @@ class Residual(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         (beta, columns), (own, own_columns) = state.flatten().tolist(), self.get_extra_state()[0].tolist()
         if beta != own:
-            rule = f"was trained with another residual: beta={beta:g}, and here {own:g}"
+            rule = f"was trained with another residual: beta={beta:g}, but here {own:g}"
             raise RuntimeError(f"{self.name} {rule}. Attach with the same alpha and variance_correction")
         if columns != own_columns:
             rule = "was trained with a residual that takes other latents"
-            raise RuntimeError(f"{self.name} {rule}. Attach with the same grouping, seed and names of modules")
+            raise RuntimeError(f"{self.name} {rule}. Attach with the same grouping, seed and module names")
 
 
 def attach_dlr(
@@ -99,7 +99,7 @@ def attach_dlr(
     if grouping not in ("contiguous", "random"):
         raise ValueError(f"grouping={grouping!r}: must be contiguous or random")
     if not train_b and keep_output:
-        raise ValueError("train_b=False: B stays zero, and keep_output cannot act through it")
+        raise ValueError("train_b=False: B stays zero, so keep_output cannot act through it")
     targets = dict(_up_projections(module, match))
     _require_fit(module, targets, keep_output)
     for name, linear in targets.items():
@@ -186,7 +186,7 @@ def _by_adapter(child: nn.Module | None) -> dict[str, nn.Module | None]:
 def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: bool) -> None:
     """Raise ValueError if a residual on ``targets`` would not do what ``attach_dlr`` promises."""
     if not targets:
-        raise ValueError("no up-projection matches; name nn.Linear layers by match=, for instance match='*.up'")
+        raise ValueError("no up-projection matches; name nn.Linear layers with match=, for instance match='*.up'")
     if _is_sharded(module):
         raise ValueError("fully_shard holds the weights of this module: call attach_dlr before it")
     named = [
@@ -200,12 +200,12 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: 
             raise ValueError(f"{here} has a residual already")
         if linear.out_features < linear.in_features:
             rule = f"it maps {linear.in_features} to {linear.out_features} features"
-            raise ValueError(f"{here} is not an up-projection: {rule}. Choose second factors alone by match=")
+            raise ValueError(f"{here} is not an up-projection: {rule}. Choose only second factors with match=")
         if linear.weight.is_meta:
-            raise ValueError(f"{here} is on the meta device: call attach_dlr when its values are there")
+            raise ValueError(f"{here} is on the meta device: call attach_dlr once it has values")
         if type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
-            raise ValueError(f"{here}: its weight is computed from others, or quantised: it has no B to add to")
+            raise ValueError(f"{here}: its weight is computed from others, or quantised, so there is no B to add to")
         if len(shared := [full for full, p in named if p is linear.weight]) > 1:
-            raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")
+            raise ValueError(f"{here}: {' and '.join(shared)} are one parameter; the residual would reach all of them")
         if keep_output and linear.weight.dtype.itemsize < 4:
-            raise ValueError(f"{here}: keep_output=True is for fp32 weights, and this is {linear.weight.dtype}")
+            raise ValueError(f"{here}: keep_output=True is for fp32 weights, but this one is {linear.weight.dtype}")

@@ -37,7 +37,7 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
-    """FLOPs per position of forward and backward pass, in micro-batches of ``micro_batch`` sequences.
+    """FLOPs per position of the forward and backward passes, in micro-batches of ``micro_batch`` sequences.
 
     Each weight that multiplies a position costs 2 in the forward pass and 4 in the backward pass (2 if it is frozen).
     Causal attention costs 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its

@@ -76,8 +76,8 @@ class SeededInit:
 class Layer(nn.Module, ABC):
     """G projections of one shape that read the same input; the base class of every backbone.
 
-    A subclass declares its parameters by ``fuse``, draws their initial values (``initial``), and computes the layer in
-    two halves (``latent``, ``expand``). Its file also has the class of its ``options``, the keys of ``backbone``.
+    A subclass declares its parameters with ``fuse``, draws their initial values (``initial``) and computes the layer in
+    two halves (``latent``, ``expand``). Its file also defines the class of its ``options``: the keys of ``backbone``.
     """
 
     deployed_dense = False  # True: the export is a plain LLaMA with the weights of ``dense``
@@ -176,7 +176,7 @@ class _Batched(torch.autograd.Function):
 
 
 def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
-    """[G, d_out, r_1], [G, d_out, r_2], ... -> [G, d_out, width], with zeros at the end; no copy if one fills it."""
+    """[G, d_out, r_1], [G, d_out, r_2], ... -> [G, d_out, width], zeros at the end; no copy if one weight fills it."""
     missing = width - sum(weight.shape[-1] for weight in weights)
     if len(weights) == 1 and not missing:
         return weights[0]

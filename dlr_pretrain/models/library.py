@@ -32,7 +32,7 @@ class FactorizedLinear(nn.Module):
 
 @torch.no_grad()
 def factorize_(module: nn.Module, rank: int, match: Match) -> list[str]:
-    """Replace linear layers of ``module`` by ``FactorizedLinear`` layers of ``rank``; returns their names.
+    """Replace linear layers of ``module`` with ``FactorizedLinear`` layers of ``rank``; returns their names.
 
     ``match`` chooses the layers: a glob over names, or a predicate (name, linear). B A is the best approximation of the
     weight at that rank. Each factor is scaled by the square roots of the singular values. Biases are kept.
@@ -68,7 +68,7 @@ def multiply_(module: nn.Module) -> int:
     """
     layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, FactorizedLinear)]
     if not layers:
-        raise ValueError("no layer of this module is from factorize_")
+        raise ValueError("no layer of this module was made by factorize_")
     for name, layer in layers:
         if residuals(layer):
             raise ValueError(f"{name}: its residual is not in the weight yet. Call fold_ first")

@@ -150,7 +150,7 @@ class Block(nn.Module):
         if self.checkpointing == "none":
             return self.compute(*arguments)
         selective: dict[str, Any] = {}
-        # A policy slows down an eager block. A compiled block needs one that keeps nothing in torch 2.11, which would
+        # A policy slows down an eager block. A compiled block needs one that keeps nothing, because torch 2.11 would
         # otherwise keep the products of autograd functions.
         if self.checkpointing == "latent" or torch.compiler.is_compiling():
             selective["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)

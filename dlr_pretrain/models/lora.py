@@ -21,8 +21,8 @@ class Options(BackboneOptions):
 class Lora(Layer):
     """y = (W0 + s B A) x, s = alpha / rank.
 
-    W0 (``w``) is drawn from N(0, 0.02^2) or loaded from a dense model, and never trained. A starts uniform with bound
-    1/sqrt(d_in), and B at zero. The export contains the dense weight W0 + s B A.
+    W0 (``w``) is drawn from N(0, 0.02^2) or loaded from a dense model, and never trained. A starts as uniform noise
+    with bound 1/sqrt(d_in), and B starts at zero. The export contains the dense weight W0 + s B A.
     """
 
     deployed_dense = True

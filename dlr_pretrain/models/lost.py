@@ -20,7 +20,7 @@ from dlr_pretrain.models.lowrank import FactorOptions, LowRank, balanced, leadin
 
 @dataclass
 class Options(FactorOptions):
-    rank: int = key("rank r of the factors; default: within the parameter budget of plain factors of scale.rank", ge=1)
+    rank: int = key("rank r; default: the largest within the parameter budget of plain factors of scale.rank", ge=1)
     gamma: float = key("share of the low-rank branch", ge=0, le=1)
     sparsity: float = key("input channels of the sparse branch, as a share of d_in (at least one)", gt=0, le=1)
     activation: Literal["silu", "none"] = key("activation between the factors")

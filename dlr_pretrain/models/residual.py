@@ -57,7 +57,7 @@ class Entries:
     divisor: float  # alpha / beta
 
     def own(self, b: Tensor) -> Entries:
-        """The entries in the rows of ``b`` that this rank holds, on its device; rows count from the rank's first."""
+        """The entries in the rows of ``b`` that this rank holds, on its device; row 0 is the rank's first row."""
         first, end = sharded.span(b)
         here = (first <= self.rows) & (self.rows < end)
         rows, columns, projections = (t[here].to(b.device) for t in (self.rows, self.columns, self.projections))
@@ -98,7 +98,7 @@ def strengths(model: nn.Module, dlr: Dlr, like: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def add_(tensors: Mapping[str, Tensor], model: nn.Module, dlr: Dlr, share: float = 1.0) -> None:
-    """Add share beta R^T to each B in ``tensors`` (by the names in ``model``), rounded once.
+    """Add ``share`` times beta R^T to each B in ``tensors`` (by the names in ``model``), rounded once.
 
     Learned alphas are taken from ``tensors``.
     """

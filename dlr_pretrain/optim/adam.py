@@ -28,9 +28,9 @@ class AdamOptions(OptimizerOptions):
 
 
 def whole_tensors(cfg: Config, needs: str = "a matrix optimizer needs whole matrices") -> Iterator[Problem]:
-    """The rule of optimizers that need more of a tensor than a rank's rows."""
+    """The rule for optimizers that need more of a tensor than a rank's rows."""
     if cfg.parallel.name != "ddp":
-        rule = f"{needs}, and parallel={cfg.parallel.name} shards them"
+        rule = f"{needs}, but parallel={cfg.parallel.name} shards them"
         yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
 
 

@@ -36,7 +36,7 @@ Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, sca
 
 @dataclass
 class Options(AdamOptions):
-    """torch's fused AdamW, which computes in fp32 and rounds once to the nearest, or one that rounds stochastically.
+    """torch's fused AdamW, which computes in fp32 and rounds once, to nearest, or an AdamW that rounds stochastically.
 
     Moments have the parameters' dtype.
     """
@@ -61,8 +61,8 @@ class Options(AdamOptions):
 class ForeachOptions(Options):
     """torch's foreach kernels, which round after every operation, as in this family's published runs.
 
-    In pure bf16, weight decay then has no effect if lr * weight_decay < 2^-9. The decay of a second moment by
-    1 - beta2 = 0.001 has none either.
+    In pure bf16, weight decay then has no effect if lr * weight_decay < 2^-9. Nor does the decay of a second moment by
+    1 - beta2 = 0.001.
     """
 
     rounds_stochastically = False
@@ -93,9 +93,9 @@ class WideAdamW(torch.optim.Optimizer):
 
     With a rounding seed, bf16 weights and their second moments are rounded stochastically, because most of their
     changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks a second moment by a thousandth. First
-    moments change by a tenth and are rounded to the nearest.
+    moments change by a tenth and are rounded to nearest.
 
-    With ``block_size``, moments of parameters that are large enough are stored in 8 bits, in blocks of so many values.
+    With ``block_size``, moments of parameters that are large enough are stored in 8 bits, in blocks of that size.
     """
 
     # As in torch's fused kernels, ``found_inf`` masks an update on the device, and ``grad_scale`` divides gradients
@@ -145,7 +145,7 @@ class WideAdamW(torch.optim.Optimizer):
         }
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
-        """Yield what each pass updates: all of ``w``, or so many rows that temporaries stay small and blocks whole."""
+        """Yield what each pass updates: all of ``w``, or few enough rows for small temporaries, in whole blocks."""
         if w.numel() <= MAX_PIECE:
             yield w, g, m, v, keys
             return

@@ -34,7 +34,7 @@ class Options(AdamOptions):
     def problems(self, cfg: Config) -> Iterator[Problem]:
         yield from whole_tensors(cfg)
         if cfg.backbone.name != "full":
-            rule = f"projects the gradients of dense layers, and backbone={cfg.backbone.name} has none"
+            rule = f"projects the gradients of dense layers, but backbone={cfg.backbone.name} has none"
             yield Problem("optimizer", self.name, rule, "Use backbone=full, or optimizer=adamw")
 
 

@@ -58,7 +58,7 @@ def checkpoint_bytes(
 
 
 class Optimizer:
-    """Updates the parameters of a model by its ``parts``, one or more optimizers in the style of ``torch.optim``.
+    """Updates the parameters of a model with its ``parts``: one or more optimizers in the style of ``torch.optim``.
 
     The model multiplies by the ``working`` weights. An update changes the ``values``, which have the same names: fp32
     masters, or the working weights themselves, in both cases without residuals. A checkpoint holds the values.
@@ -78,8 +78,8 @@ class Optimizer:
     ):
         """``values`` are the fp32 masters of ``working``, if it has masters.
 
-        ``split`` cuts fused tensors into matrices, for optimizers that treat them as matrices. Each rank updates its
-        own rows of sharded parameters, which these optimizers do not support.
+        ``split`` cuts fused tensors into matrices, for optimizers that treat them as matrices. These optimizers do not
+        support sharded parameters. With others, each rank updates its own rows of such parameters.
 
         ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
         rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
@@ -102,7 +102,7 @@ class Optimizer:
         self.reads_on_device = all(map(_reads_found_inf, self.parts))
         model = set(working.values())
         self.borrowed = [p for p in self.rows.values() if p not in model]  # masters, views, and local rows of shards
-        self.put_in()  # until here the working weights held B
+        self.put_in()  # until now the working weights held B
 
     @torch.no_grad()
     def put_in(self) -> None:
@@ -136,7 +136,7 @@ class Optimizer:
         return list(gradients.values())
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
-        """Update all parameters at rate ``lr`` by the collected gradients times ``factor``, unless ``skip`` is 1.
+        """Update all parameters at rate ``lr`` with the collected gradients times ``factor``, unless ``skip`` is 1.
 
         If ``skip`` is 1, parameters and state do not change. ``skip`` and ``factor`` are fp32 scalars on the device.
         An update may overwrite the gradients. ``index`` is the update's index in the run, counted from 0: it decides
@@ -177,7 +177,7 @@ class Optimizer:
     def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored]) -> None:
         """Restore ``state_tensors`` bit for bit, in the memory layout of each parameter.
 
-        ``tensors`` are whole; of sharded parameters each rank takes its rows. Raises UserError for state of a parameter
+        ``tensors`` are whole; each rank takes its rows of sharded parameters. Raises UserError for state of a parameter
         that this optimizer does not have.
         """
         states: dict[str, dict[str, Tensor]] = {}
@@ -190,7 +190,7 @@ class Optimizer:
             self.part_of[name].state[self.rows[name]] = state
 
     def release(self) -> None:
-        """Free the state after the last update: the device may lack the memory to fold beside it."""
+        """Free the state after the last update: the device may lack the memory to hold it during the fold."""
         for part in self.parts:
             part.state.clear()
 
@@ -222,7 +222,7 @@ class Optimizer:
 def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float | None]:
     """``skip`` and ``factor`` on the host, after one wait for the device.
 
-    Kernels do not round this form of the factor to bf16: a number on GPUs, a tensor on CPUs.
+    The factor is a number for GPUs and a tensor for CPUs: kernels do not round these forms to bf16.
     """
     if factor is None or not factor.is_cuda:
         return bool(skip), factor

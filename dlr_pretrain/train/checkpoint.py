@@ -6,12 +6,12 @@ checkpoints/step_00001000/
                                       checksum and the rows of sharded tensors that it holds
 
 The files are written and flushed to the disk in a folder with a hidden name, ``checkpoint.json`` last; then the folder
-is renamed. To delete a checkpoint, it is first renamed. So a folder named ``step_*`` was complete once, and the
-checksums tell whether it still is.
+is renamed. A checkpoint is renamed again before it is deleted. So a folder named ``step_*`` was complete once, and
+the checksums tell whether it still is.
 
 The model's tensors are those that the optimizer updates: fp32 masters if there are any, and B without its residual. One
-rank writes each tensor that all ranks hold. Of a tensor that is sharded by rows, each rank writes its own rows; one
-rank writes rows that several ranks hold. Any number of ranks can read both kinds.
+rank writes each tensor that all ranks hold. Each rank writes its own rows of a tensor that is sharded by rows; if
+several ranks hold the same rows, one of them writes them. Any number of ranks can read both kinds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def share(
 
 
 def begin(root: Path, name: str) -> Path:
-    """Make a hidden folder for the parts of checkpoint ``name``, and delete those that killed runs left."""
+    """Make a hidden folder for the parts of checkpoint ``name``, and delete those that killed runs left behind."""
     for left in root.glob(".writing_*"):
         shutil.rmtree(left, ignore_errors=True)
     made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
@@ -113,7 +113,7 @@ def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any
     root, final = folder.parent, folder.parent / name_of(state["step"])
     content = {"format": FORMAT, "state": state, "files": dict(parts)}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
-    hidden = [_hide(final)] if final.exists() else []  # by another start, which lost the run to this one
+    hidden = [_hide(final)] if final.exists() else []  # written by another start, which has lost the run to this one
     os.rename(folder, final)
     sync(root)
     with suppress(OSError):  # if the disk does not answer, all stay until the next save

@@ -23,7 +23,7 @@ LABEL_WIDTH = 12  # characters in the summary's first column
 
 
 class Console:
-    """Shows progress: in one live line on a terminal, otherwise in a line every ``log.every`` steps."""
+    """Shows progress: on one live line in a terminal, otherwise on a new line every ``log.every`` steps."""
 
     def __init__(self, cfg: Config, enabled: bool, stream: TextIO | None = None):
         self.cfg, self.enabled = cfg, enabled
@@ -91,7 +91,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         dlr = f"DLR {cfg.dlr.name} (alpha {cfg.dlr.alpha:g}) on all {projections} projections"
     total, trained, _ = parameter_counts(cfg, model).values()
     tokens, shape = t.global_batch * t.seq_len, {"cosine": "a cosine", "linear": "a line"}[t.lr_decay]
-    falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
+    falls = f"{shape} to {t.lr * t.min_lr_ratio:g} over {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
     every = cfg.optimizer.restart_every or cfg.backbone.merge_every
     restarts = f", restarting every {plural(every, 'step')}" if every else ""
     vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
@@ -104,11 +104,11 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         f"tokenizer with a vocabulary of {corpus.tokenizer.vocab_size:,}; {cfg.data.packing}",
         "training": corpus.source.contents.get("training", ""),
         "validation": f"{plural(len(validation.tokens), 'sequence')}, {validation.real_tokens:,} tokens, "
-        f"{cfg.eval.packing}, of {corpus.source.contents.get('validation', 'the shards for it')}",
+        f"{cfg.eval.packing}, from {corpus.source.contents.get('validation', 'the validation shards')}",
         "left out": corpus.source.contents.get("left out", ""),
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
-        f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
-        "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} in "
+        f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens per step",
+        "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} over "
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{restarts}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
     }

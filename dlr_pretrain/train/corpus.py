@@ -55,7 +55,10 @@ class Corpus:
 
 
 def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Corpus:
-    """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
+    """Open the text of ``cfg``. All ranks must call this.
+
+    Raises UserError if the model or the export cannot hold the tokenizer.
+    """
     opened = ranks.on_main(lambda: open_source(cfg, say, read_record(run_dir).get("data.version")))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, opened))
     vocab_size = embedding_rows(cfg, tokenizer)

@@ -27,7 +27,7 @@ def find_device(cfg: Config) -> torch.device:
     gpus = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     if cfg.device == "auto" and gpus != "0" and not torch.cuda.is_available():
         fix = "Use a CUDA build of torch that this driver supports, or device=cpu"
-        raise UserError(f"device=auto: SLURM has given this job {gpus} GPUs on this node, and torch finds none. {fix}")
+        raise UserError(f"device=auto: SLURM gave this job {gpus} GPUs on this node, but torch finds none. {fix}")
     device = torch.device("cpu")
     if cfg.device != "cpu" and torch.cuda.is_available():
         local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

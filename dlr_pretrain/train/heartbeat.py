@@ -1,8 +1,8 @@
-"""The heartbeat of each rank: only one start at a time writes a run directory, and a rank that hangs is named.
+"""The heartbeat of each rank: only one start at a time writes to a run directory, and a rank that hangs is named.
 
 <run>/.beats/3            rank 3's last step, and where its code is; renewed every few seconds
 <run>/.beats/0            also the lease: only the process that it names may write to the directory
-<run>/stacks/rank_3.txt   rank 3's stacks at the time when it hung or a collective failed
+<run>/stacks/rank_3.txt   rank 3's stacks when it hung or a collective failed
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_li
 from dlr_pretrain.util.files import EXPIRY, lock, read_beat
 
 INTERVAL = 5.0  # longest time between two heartbeats, in seconds
-BEAT_BYTES = 512  # length of a beat: one write replaces the previous beat, so that nobody reads half of one
-MOST_NAMED = 4  # ranks in a message, at most
+BEAT_BYTES = 512  # length of a beat: one write replaces the previous beat, so that no reader sees half of one
+MOST_NAMED = 4  # ranks that a message names, at most
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -63,8 +63,8 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
     def take(self, run_dir: Path) -> str:
         """On rank 0, take the run directory. Returns the token of this start.
 
-        Raises UserError, with the holder, if the directory is in use. If the holder may be dead, first waits up to
-        ``EXPIRY`` seconds for its beat.
+        Raises UserError, which names the holder, if the directory is in use. If the holder may be dead, first waits up
+        to ``EXPIRY`` seconds for its beat.
         """
         self._open(run_dir)
         self._wait_for_holder()
@@ -77,7 +77,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         if not self.holds:
             self._open(run_dir)
         self.token = token
-        self._write(time.time())  # so that messages can name a rank that dies soon
+        self._write(time.time())  # so that messages can name a rank that dies early
         self._thread.start()
 
     def _open(self, run_dir: Path) -> None:
@@ -108,7 +108,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
     def require_held(self) -> None:
         """Raise UserError if another start has taken over the run directory that this rank ``holds``.
 
-        This process may then write nothing more. Call this before a write that matters, such as a checkpoint.
+        This process must then write nothing more. Call this before a write that matters, such as a checkpoint.
         """
         lease = read_beat(self.folder, 0) if self.holds else {}
         if lease.get("token", self.token) != self.token:
@@ -122,7 +122,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
                 return
             if not until:
                 until = time.monotonic() + EXPIRY
-                about = f"waiting up to {EXPIRY:.0f} s to see whether {holder(lease)} still lives"
+                about = f"waiting up to {EXPIRY:.0f} s to see whether {holder(lease)} is still alive"
                 print(f"{self.folder}: {about}", file=sys.stderr, flush=True)
             over = time.monotonic() > until
             if (lease.get("time") and lease != first) or (over and not locked):
@@ -142,7 +142,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
     # Progress
 
     def stepped(self, step: int) -> None:
-        """Note that the host is done with ``step``; the GPU may still compute it."""
+        """Record that the host is done with ``step``; the GPU may still be computing it."""
         self.step = step
         self.ticks += 1
 
@@ -157,7 +157,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
     @contextmanager
     def may_wait(self, seconds: float = math.inf) -> Iterator[None]:
-        """Within this context the rank may wait ``seconds``, such as for rank 0 or a disk."""
+        """The rank may wait for ``seconds`` seconds within this context, for example for rank 0 or a disk."""
         self.ticks += 1
         self._limits.append(seconds)
         try:
@@ -187,7 +187,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             self._write(time.time())
         except UserError as error:
             exit_process(error)
-        except OSError:  # a full disk, or a file server that is away: the next renewal may succeed
+        except OSError:  # a full disk, or an unreachable file server: the next renewal may succeed
             pass
 
     def _write(self, when: float) -> None:
@@ -267,7 +267,7 @@ def innermost_line(frame: FrameType | None) -> tuple[str, bool]:
         if path.startswith(str(PACKAGE)):
             return f"{os.path.relpath(path, PACKAGE)}:{frame.f_lineno} ({frame.f_code.co_name})"[:100], waits
         frame = frame.f_back
-    return "code of others", waits
+    return "other code", waits
 
 
 def holder(lease: dict) -> str:

@@ -25,7 +25,7 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import Skipped, TrainState, load_tensors, saved_tensors
 from dlr_pretrain.train.update import Outcome, Update, to_host
 
-LAG = {"cpu": 0, "cuda": 1}  # how many steps later than its update an outcome is read on the host
+LAG = {"cpu": 0, "cuda": 1}  # how many steps after its update an outcome is read on the host
 
 
 def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
@@ -61,7 +61,7 @@ class Loop:
         self.lag = LAG[self.ranks.device.type]
 
     def fit(self, loader: TrainLoader) -> None:
-        """Train to the last step. ``guard`` raises what ends the run earlier."""
+        """Train to the last step. ``guard`` raises the error that ends the run earlier."""
         cfg, guard, state = self.cfg, self.guard, self.state
         guard.raise_if_stopped(state.step)
         if state.step < cfg.train.steps:
@@ -89,7 +89,7 @@ class Loop:
         guard.raise_if_failed()
 
     def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
-        """Start to copy the outcome of the update to the host, while the device goes on."""
+        """Start copying the outcome of the update to the host, while the device continues."""
         self.ranks.heartbeat.stepped(self.state.step)
         self.pending.append((self.state.step, to_host(outcome), batch))
         if self.profiler is not None:
@@ -97,7 +97,7 @@ class Loop:
                 self.profiler.step()
 
     def drain(self, evaluates: bool, at_once: bool) -> None:
-        """Record the pending updates, oldest first: all but the last ``lag``, or all ``at_once``.
+        """Record the pending updates, oldest first: all but the last ``lag``, or all if ``at_once``.
 
         Evaluates after the last if ``evaluates``. Stops at an update that ends the run.
         """
@@ -119,7 +119,7 @@ class Loop:
             self.console.step(record)
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
-        """Save the state before update ``step``, which changed nothing, and raise why the run ends.
+        """Save the state before update ``step``, which changed nothing, and raise the error that says why the run ends.
 
         If a save has failed for good, raises its error: the run then ends with the checkpoint before it.
         """

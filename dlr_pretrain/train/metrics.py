@@ -72,7 +72,7 @@ def _json_line(record: dict) -> str:
 
 
 class Meter:
-    """Measures updates: loss, gradient norm, rate, memory, and the speed of the last steps.
+    """Measures updates: loss, gradient norm, learning rate, memory, and the speed of the last steps.
 
     The speed leaves out evaluation, saving and the first steps, which compile.
     """
@@ -88,7 +88,7 @@ class Meter:
         self.clock = time.perf_counter()
 
     def record(self, step: int, outcome: Outcome[float], state: TrainState) -> dict:
-        """The record of update ``step``, which has just ended; ``state`` counts it already."""
+        """The record of update ``step``, which has just ended; ``state`` already counts it."""
         now = time.perf_counter()
         self.steps += 1
         if self.steps > WARMUP_STEPS:

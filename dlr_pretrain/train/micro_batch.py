@@ -28,9 +28,9 @@ def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
 def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path) -> Config:
     """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has memory.
 
-    The run's record keeps the number for later starts on as many ranks, because another number would change the
-    rounding of the losses. They use it if it fits without a reserve. Without a GPU, ``auto`` means ``null``. All
-    ranks must call. Raises UserError if not one sequence fits.
+    The run's record keeps the number for later starts on the same number of ranks, because another micro-batch would
+    change the rounding of the losses. Those starts use it if it fits without a reserve. Without a GPU, ``auto`` means
+    ``null``. All ranks must call this. Raises UserError if not even one sequence fits.
     """
     if cfg.train.micro_batch != "auto" or ranks.device.type != "cuda":
         return cfg
@@ -46,7 +46,7 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
     divisors = (rows for rows in range(most, 0, -1) if share % rows == 0)
     rows, least = min(ranks.gather((next(filter(fits, divisors), 0), room)))
     if rows == 0:
-        rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {least / 1e9:.1f} GB of a GPU"
+        rule = f"not even one sequence of train.seq_len={cfg.train.seq_len} fits in {least / 1e9:.1f} GB of a GPU"
         fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
         raise UserError(f"train.micro_batch=auto: {rule}. {fix}; nvidia-smi shows what else is on the GPU")
     ranks.on_main(lambda: update_record(run_dir, {"micro_batch": kept | {str(world): rows}}))
@@ -57,8 +57,8 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
 def explain_out_of_memory(cfg: Config, ranks: Ranks, building: bool = False) -> Iterator[None]:
     """Turns an out-of-memory error of torch, numpy, cuBLAS or a new kernel into a UserError that says what helps.
 
-    While the model and its optimizer are ``building``, micro-batches take no memory. A rank other than 0 prints the
-    message itself: it fails alone, and the command line prints only rank 0's errors.
+    ``building`` says that the model and its optimizer are being built: micro-batches take no memory yet. A rank other
+    than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
     """
     try:
         yield
@@ -67,11 +67,11 @@ def explain_out_of_memory(cfg: Config, ranks: Ranks, building: bool = False) -> 
         if not said and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise
         t, rows = cfg.train, cfg.micro_batch(ranks.world_size)
-        sizes = f"train.micro_batch={rows} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
+        sizes = f"train.micro_batch={rows} of {t.global_batch:,} x {t.seq_len:,} tokens per step"
         fix = "The same command continues with a smaller train.micro_batch"
         if building:
             sizes = f"a model of scale={cfg.scale.name}, before any batch"
-            fix = "Use parallel=fsdp, a smaller scale, or fewer rows of scale.vocab_size"
+            fix = "Use parallel=fsdp, a smaller scale, or a smaller scale.vocab_size"
         text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}; see scripts/plan.py"
         if not ranks.is_main:
             write_to_stderr(f"error: {text}")

@@ -21,15 +21,15 @@ from dlr_pretrain.util.errors import RankLost, Stopped, UserError, file_error, f
 
 T = TypeVar("T")
 CONNECT_SECONDS = 600.0  # seconds in which the devices of all ranks must reach each other
-COLLECTIVE_SECONDS = 3600.0  # least time limit of a collective: in it, ranks wait for what rank 0 does alone
-SLACK_SECONDS = 120.0  # of a collective beyond the heartbeat's limit: the heartbeat should end it first
-LONGEST_SECONDS = 1e8  # that torch takes as a limit
+COLLECTIVE_SECONDS = 3600.0  # shortest limit of a collective: ranks wait in it for what rank 0 does alone
+SLACK_SECONDS = 120.0  # added to the heartbeat's limit for a collective: the heartbeat should end it first
+LONGEST_SECONDS = 1e8  # longest limit that torch accepts
 
 
 class Ranks(AbstractContextManager["Ranks"]):
     """This process as one of ``world_size`` ranks, and how they agree.
 
-    ``control`` (gloo) is the process group for decisions on the host, the default group that for tensors on ``device``.
+    ``control`` (gloo) is the process group for decisions on the host. The default group is for tensors on ``device``.
     """
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat | None = None):
@@ -66,7 +66,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` on ``device``. Copies from pinned memory: other copies wait for the GPU's queue."""
-        self.heartbeat.tick()  # a batch is a sign of progress, also in an evaluation
+        self.heartbeat.tick()  # a batch is a sign of progress, in an evaluation too
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
@@ -83,7 +83,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         """Call ``decide`` on rank 0, and return its result on every rank.
 
         If it raises a UserError, every rank raises it. If it raises another exception, rank 0 raises that, and the
-        other ranks a UserError that names it.
+        other ranks raise a UserError that names it.
         """
         answer: list = [None, None]
         own: Exception | None = None
@@ -118,14 +118,14 @@ class Ranks(AbstractContextManager["Ranks"]):
     def require_equal(self, values: Mapping[str, object]) -> None:
         """Raise UserError if ``values`` differ between ranks: in commands, devices, or files at the same path."""
         for rank, other in enumerate(self.gather(values)):
-            pairs = ((name, *(of.get(name, "not there") for of in (values, other))) for name in {**values, **other})
+            pairs = ((name, *(of.get(name, "missing") for of in (values, other))) for name in {**values, **other})
             lines = [f"  {name}: {a} on rank {self.rank}, {b} on rank {rank}" for name, a, b in pairs if a != b]
             if lines:
                 fix = "Start every rank with the same command, on the same files and kind of device"
                 raise UserError("\n".join(["the ranks differ:", *lines, fix]))
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A new group for collectives on the host, such as those of another thread. All ranks must call."""
+        """A new group for collectives on the host, such as those of another thread. All ranks must call this."""
         return dist.new_group(backend="gloo", timeout=self._wait) if self.world_size > 1 else None
 
     @record_function("communication")

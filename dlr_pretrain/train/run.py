@@ -108,7 +108,7 @@ class Run:
         cfg, ranks, source = self.cfg, self.ranks, self.corpus.source
         ranks.use_device()
         if (ranks.device.type, cfg.device) == ("cpu", "auto") and cfg.scale.name != "tiny":
-            self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
+            self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if intended")
         read = source.describe(), source.contents
         ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
         self.cfg = resolve_micro_batch(cfg, ranks, self.corpus.vocab_size, self.dir)
@@ -173,7 +173,7 @@ class Run:
             self.console.summary({"result": f"{evaluation(record)} on the validation text"})
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
         if not (folded / "config.json").exists():  # a user's own backbone
-            code = "    transformers has no layer for it: see docs/extending.md, and fold a checkpoint again"
+            code = "    transformers has no layer for this backbone: see docs/extending.md, and fold a checkpoint again"
         self.console.say(f"export      {folded}\n\n{code}")
 
 
@@ -186,8 +186,8 @@ def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], corpus: Corpu
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     if record.get("eval/perplexity", 0.0) is None:
         raise Diverged(
-            f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
-            f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
+            f"step {cfg.train.steps}: the last evaluation is not finite, so nothing was folded. "
+            f"The checkpoints remain. Lower train.lr={cfg.train.lr:g}"
         )
     ids = torch.from_numpy(corpus.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)

@@ -29,7 +29,7 @@ DATA_KEYS = ("data.", "train.global_batch", "train.seq_len")
 
 @dataclass
 class Start:
-    """Where a run starts; without ``checkpoint`` and ``folder``, the seed gives the initial weights."""
+    """Where a run starts; without ``checkpoint`` or ``folder``, the seed determines the initial weights."""
 
     checkpoint: Checkpoint | None = None  # the state to restore, whole or in part
     folder: PretrainedFolder | None = None  # initial weights
@@ -54,7 +54,7 @@ class Start:
 def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: Say) -> Start:
     """The start of the run in ``run_dir``. What a new run starts from becomes part of its identity.
 
-    All ranks must call. Raises UserError if the newest checkpoint is of another run.
+    All ranks must call this. Raises UserError if the newest checkpoint is of another run.
     """
     if (path := ranks.on_main(lambda: newest_checkpoint(run_dir, say))) is not None:
         found = checkpoint.load(path, ranks)
@@ -143,7 +143,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
             rule = f"another {what} ({describe_differences(differ)})"
             raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set the same keys{fix}")
 
-    refuse(MODEL_KEYS, "model", "; the weights of its folded folder also start under another dlr")
+    refuse(MODEL_KEYS, "model", "; with another dlr, start from the weights in its folded folder")
     found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
@@ -151,7 +151,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
         return say(f"starting from the weights of {found.path}")
     refuse(OPTIMIZER_KEYS, "optimizer", ", or leave out run.start_optimizer")
     if found.step >= cfg.train.steps:
-        rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
+        rule = f"run.start_from={cfg.run.start_from} has already trained {found.step:,} steps"
         raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set a larger number")
     if any(name.startswith(DATA_KEYS) for name in changed):
         found.state["streams"] = {}

@@ -55,7 +55,7 @@ class Skipped(NamedTuple):
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds beside the tensors of model and optimizer."""
+    """What a checkpoint holds besides the tensors of the model and the optimizer."""
 
     step: int = 0  # finished updates
     tokens: int = 0  # positions so far, padding included
@@ -86,7 +86,7 @@ def new_model(
 
 
 def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
-    """The optimizer of ``model``. The model comes in the dtype of the state, and is cast to its working weights."""
+    """The optimizer of ``model``. The model is given in the state's dtype, and is cast to its working weights."""
     precision, dlr = cfg.precision.name, cfg.dlr
     working, compiled = dict(model.named_parameters()), bool(cfg.compile)
     values = residuals = None
@@ -125,7 +125,7 @@ def folded(cfg: Config, model: Llama, optimizer: Optimizer, keep: bool) -> dict[
     """The tensors to deploy, by their exported names, whole and on the host; empty unless ``keep``.
 
     They are the working weights; under ``bf16_mixed`` they are the fp32 masters with their residuals, which round to
-    the working weights. All ranks must call. Raises RuntimeError if a tensor does not round to its working weight.
+    the working weights. All ranks must call this. Raises RuntimeError if a tensor does not round to its working weight.
     """
     if not (keep or is_fsdp(model)):
         return {}

@@ -19,7 +19,7 @@ from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 
-MATRIX_UPDATE_SECONDS = 7200.0  # for an update of matrices: GaLore decomposes all gradients of 7b in one
+MATRIX_UPDATE_SECONDS = 7200.0  # for an update of matrices: GaLore's decomposes all gradients of a 7b model
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
 
 

@@ -24,8 +24,8 @@ INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # for the answers of a W&B server at 
 CLOSE_SECONDS = 60.0  # for a view to end: a W&B start that fails, the same start offline, and the finish
 VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
              "tags": "WANDB_TAGS", "name": "WANDB_NAME", "notes": "WANDB_NOTES"}  # fmt: skip
-# Settings of wandb that the environment may change (WANDB_CONSOLE, ...). Command line, code, state of git and installed
-# packages are not sent: they may hold secrets.
+# Settings of wandb that the environment may change (WANDB_CONSOLE, ...). The command line, the code, the git state and
+# the installed packages are not sent: they may hold secrets.
 SETTINGS: dict[str, Any] = {
     "console": "off",
     "init_timeout": INIT_SECONDS,
@@ -60,7 +60,7 @@ class View(AbstractContextManager["View"]):
         self.records.put(0 if kind in (None, Stopped) else 1)
         self.thread.join(CLOSE_SECONDS)
         if self.thread.is_alive():
-            self.console.say(f"warning: {self.label} does not answer and is left behind. metrics.jsonl is complete")
+            self.console.say(f"warning: {self.label} does not answer and was abandoned. metrics.jsonl is complete")
 
     def _show(self) -> None:
         try:
@@ -71,7 +71,7 @@ class View(AbstractContextManager["View"]):
         except Exception as error:  # training goes on
             end_wandb()
             why = redact(first_line(error))
-            self.console.say(f"warning: {self.label} has ended ({why}). metrics.jsonl goes on and stays complete")
+            self.console.say(f"warning: {self.label} has stopped ({why}). metrics.jsonl continues and stays complete")
 
 
 def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -> View | None:
@@ -104,7 +104,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """The W&B run of a run directory, new or resumed, with its curves over the records' "step".
+    """The W&B run of a run directory, new or resumed, with its curves plotted against "step".
 
     The run is offline if WANDB_MODE says so, if there is no API key (nobody is asked for one), or if the server does
     not answer. Online, it first sends the steps of earlier starts that W&B lacks.

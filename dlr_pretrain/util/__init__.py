@@ -1,1 +1,1 @@
-"""What every room may use: errors that name their fix, durable files, text, the process, sharded tensors."""
+"""What every subpackage may use: errors that name their fix, durable files, text, the process, sharded tensors."""

@@ -79,7 +79,7 @@ def file_error(error: OSError) -> UserError:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError that names no file: errors of reads, writes and flushes do not."""
+    """Add ``path`` to an OSError that names no file, such as that of a read, a write or a flush."""
     try:
         yield
     except OSError as error:

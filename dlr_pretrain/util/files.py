@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process within the context. The kernel releases the lock if the process is killed.
 
-    Raises UserError, which names the holder, if another process holds it. Without locks in the file system, every
+    Raises UserError, which names the holder, if another process holds it. If the file system has no locks, every
     process may enter.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file. Returns False if another process holds it, None if the file system, such as Lustre, cannot."""
+    """Lock an open file. Returns False if another process holds it, None if the file system (Lustre) has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,7 +149,7 @@ def read_beat(run_dir: Path, rank: int) -> dict:
 def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict]:
     """The records of a metrics file, without damaged lines, which a power failure may leave.
 
-    With ``last_bytes``, only the records that are whole in that end of the file.
+    With ``last_bytes``, only the records that lie entirely within that many bytes at the end of the file.
     """
     return sound_records(path, last_bytes)[0]
 

@@ -14,8 +14,8 @@ IGNORE = -100  # the target of a position without one
 WORKING_DTYPE = {"fp32": torch.float32} | dict.fromkeys(("bf16", "bf16_sr", "bf16_mixed"), torch.bfloat16)
 # The dtype of the weights that the optimizer updates and a checkpoint holds.
 STATE_DTYPE = WORKING_DTYPE | {"bf16_mixed": torch.float32}
-# Values per piece of a norm on a CPU. For a whole tensor, torch casts all of it to fp32, which no cache holds, and adds
-# the squares up one by one: with 16 million values the norm is off by 2.5e-4.
+# Values per piece of a norm on a CPU. Without pieces, torch casts a whole tensor to fp32, which no cache holds, and
+# adds up the squares one by one: with 16 million values the norm is off by 2.5e-4.
 NORM_PIECE = 1 << 15
 ALIGNMENT = 64  # values: 128 bytes of bf16
 

@@ -235,7 +235,7 @@ def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch, variables):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="Start ranks by torchrun --nproc-per-node"):
+    with pytest.raises(UserError, match="Start ranks with torchrun --nproc-per-node"):
         world_size()
 
 
@@ -262,7 +262,7 @@ def test_a_sweep_goes_on_after_a_job_that_diverges(stub, tmp_path):
     assert done.returncode == 3
     assert [line.split()[0].rpartition("-")[2] for line in done.stdout.splitlines()] == ["s1", "s2", "s3"]
     folder = "runs/tiny-lowrank-dlr_off-s2"
-    assert done.stderr == f"error: step 3: not finite\nerror: of this sweep, these diverged: {folder}\n"
+    assert done.stderr == f"error: step 3: not finite\nerror: these jobs of the sweep diverged: {folder}\n"
     done = stub(ends(UserError("no disk"), seed=2), "-m", "+scale=tiny", "seed=1,2,3")
     assert (done.returncode, done.stderr, done.stdout.count("s3")) == (3, "error: no disk\n", 0)
     done = stub(well, "-m", "scale=1b,7b", RANK="0", WORLD_SIZE="2")

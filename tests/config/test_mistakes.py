@@ -35,7 +35,7 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "data=/texts/mine": ["data=/texts/mine", "Write data=local data.root=/texts/mine"],
     "device=gpu": ["device=gpu: must be auto or cpu or cuda", "Did you mean cuda?"],
     "~train.lr": ["train.lr: needs a value", "Set train.lr=<value>"],
-    "seed = 3": ["seed = 3: not of the form key=value", "without blanks"],
+    "seed = 3": ["seed = 3: not of the form key=value", "without spaces"],
     "~logger": ["logger.view: needs a value", "logger=<option>"],
     "train.lr=${nope}": ["train.lr", "'nope' not found"],
     "train.lr=": ["train.lr=: must be a number above 0 (peak"],

@@ -326,12 +326,12 @@ def computed() -> nn.ModuleDict:
     (computed, {}, "b: its weight is computed from others"),
     (lambda: weighing(nn.Parameter(torch.zeros(10, 4, dtype=torch.int8), False)), {}, "b: its weight .* or quantised"),
     (lambda: weighing(Packed(torch.zeros(10, 4))), {}, "b: its weight is computed from others, or quantised"),
-    (lambda: layer().to("meta"), {}, "b is on the meta device: call attach_dlr when"),
+    (lambda: layer().to("meta"), {}, "b is on the meta device: call attach_dlr once"),
     (attached, {}, "b has a residual already"),
     (nn.ReLU, {}, "no up-projection"),
     (layer, {"match": "*.nothing"}, "no up-projection"),
     (layer, {"match": "*"}, "a is not an up-projection: it maps 8 to 4 features"),
-    (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
+    (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, but this one is torch"),
     (layer, {"keep_output": True, "train_b": False}, "train_b=False: B stays zero"),
     (layer, {"grouping": "even"}, "grouping='even'"),
 ])  # fmt: skip
@@ -346,7 +346,7 @@ def test_attach_dlr_refuses_unfit_modules(make, arguments, message):
 @pytest.mark.parametrize(("given", "into", "message"), [
     ({}, None, r"Missing key.*b\.weight.*Unexpected key.*b\.parametrizations\.weight"),
     (None, {}, r"Missing key.*b\.parametrizations\.weight.*Unexpected key.*b\.weight"),
-    ({"alpha": 0.5}, {}, r"^b was trained with another residual: beta=0\.288675, and here 0\.57735. .*same alpha"),
+    ({"alpha": 0.5}, {}, r"^b was trained with another residual: beta=0\.288675, but here 0\.57735. .*same alpha"),
     ({"variance_correction": False}, {}, r"^b .* beta=1, and here 0\.57735.*and variance_correction$"),
     ({"learn_alpha": True}, {"alpha": 0.5}, r"^b .* beta=0\.57735, and here 0\.288675"),
     ({"learn_alpha": True}, {}, r"Unexpected key.*b\.parametrizations\.weight\.0\.alpha"),
@@ -393,7 +393,7 @@ def test_fold_and_multiply_refuse_the_wrong_order():
     model = layer()
     with pytest.raises(ValueError, match="no residual: attach_dlr was not called"):
         fold_(model)
-    with pytest.raises(ValueError, match="no layer of this module is from factorize_"):
+    with pytest.raises(ValueError, match="no layer of this module was made by factorize_"):
         multiply_(model)
     factorize_(model, 3, "b")
     attach_dlr(model, match="b.b")

@@ -72,7 +72,7 @@ def test_a_nonfinite_last_evaluation_prevents_the_fold(train, tmp_path, monkeypa
     names = ("loss", "loss_a", "loss_b", "perplexity", "perplexity_galore")
     monkeypatch.setattr(Evaluator, "__call__", lambda *_: {f"eval/{name}": math.nan for name in names})
     for _ in range(2):
-        with pytest.raises(Diverged, match=r"step 20: the last evaluation is not finite, and nothing was folded"):
+        with pytest.raises(Diverged, match=r"step 20: the last evaluation is not finite, so nothing was folded"):
             train(tmp_path / "run")
     assert not (tmp_path / "run" / "folded").exists() and (tmp_path / "run/checkpoints/step_00000020").is_dir()
     write_report(tmp_path / "run")

@@ -87,7 +87,7 @@ def test_a_start_that_does_not_fit_is_refused(train, words, tmp_path, origin, mo
         (origin, ("backbone=lowrank", "dlr=on"), r"another model .backbone.* cola there, lowrank here"),
         (last, ("backbone=cola",), r"another model .dlr"),
         (last, (*CHOICE, *EVERYTHING, "optimizer=adamw_foreach"), r"another optimizer .optimizer.name: adamw there"),
-        (origin, (*CHOICE, *EVERYTHING, "train.steps=10"), r"train.steps=10: .* has trained 10 steps already"),
+        (origin, (*CHOICE, *EVERYTHING, "train.steps=10"), r"train.steps=10: .* has already trained 10 steps"),
         (nowhere, CHOICE, r"run.start_from=.*: no checkpoint there"),
     ):
         with pytest.raises(UserError, match=reason):

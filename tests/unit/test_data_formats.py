@@ -194,8 +194,8 @@ def test_columns_of_each_type_of_text_are_read(tmp_path, kind, suffix):
             assert [row.content for row in read_rows(File("a", str(path), None), how(key), start)] == texts
 
 
-CAST = r"\. Name a column of text in data\.text_key, or first cast this one: column\.cast\('string'\)$"
-JOIN = r"\. First join each to one string, as pyarrow\.compute\.binary_join\(column, '\\n'\) does with lists$"
+CAST = r"\. Name a text column in data\.text_key, or cast this one first: column\.cast\('string'\)$"
+JOIN = r"\. First join each value into one string, as pyarrow\.compute\.binary_join\(column, '\\n'\) does for lists$"
 NO_TEXT = {
     "integers": ([1, 2], r"int64" + CAST),
     "numbers": ([0.5, None], r"double" + CAST),

@@ -302,15 +302,15 @@ def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, capsy
     command = partial(main_of, "prepare_data", "--output", tmp_path / "tokens")
     assert command("data=sample", "--workers", "0") == EXIT_CONFIG and "at least 1" in capsys.readouterr().err
     assert command("data=sample", "train.lr=3", "data.seed=4") == EXIT_CONFIG
-    assert capsys.readouterr().err.count("says nothing about texts or tokens") == 2
+    assert capsys.readouterr().err.count("does not affect texts or tokens") == 2
     assert command("data=sample", "data.train_files=x[01]*.gz") == EXIT_CONFIG
     assert "not a plain value to Hydra. Quote it" in capsys.readouterr().err
     assert not (tmp_path / "tokens").exists()
     for _ in range(2):
         assert command("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--workers", "1") == 0
     said = capsys.readouterr().out
-    assert said.count("training a tokenizer of 300") == said.count("taking the tokenizer that was trained") == 1
-    assert "(4 shards were there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
+    assert said.count("training a tokenizer of 300") == said.count("using the tokenizer that was trained") == 1
+    assert "(4 shards were already there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
     trained = (tmp_path / "tokens.300.model").read_bytes()
     assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == trained
 

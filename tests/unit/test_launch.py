@@ -89,7 +89,7 @@ def test_all_problems_of_a_table_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize("end", ["\n", "\f", "\x85", "\u2028"])
 def test_a_value_with_a_line_break_is_refused(end):
     """Each line of the file that an array reads is one run."""
-    with pytest.raises(ConfigError, match="holds a line break"):
+    with pytest.raises(ConfigError, match="contains a line break"):
         read_table(["scale=tiny", f"logger.notes=a{end}b"])
 
 

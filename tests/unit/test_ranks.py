@@ -27,7 +27,7 @@ from tests.conftest import ended, on_ranks
 def test_a_slurm_job_with_gpus_does_not_train_on_the_cpu(monkeypatch):
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     cpu = ["scale=tiny", "data=sample", "logger=jsonl", "compile=false"]
-    with pytest.raises(UserError, match="SLURM has given this job 8 GPUs on this node, and torch finds none"):
+    with pytest.raises(UserError, match="SLURM gave this job 8 GPUs on this node, but torch finds none"):
         find_device(load(cpu))
     assert find_device(load([*cpu, "device=cpu"])).type == "cpu"
 

@@ -92,7 +92,7 @@ def test_a_cell_says_what_differs_and_a_wrong_run_is_left_out(tmp_path):
     assert frame["60m PPL"]["cola+dlr"].endswith("(1)") and frame["60m PPL"]["without correction"].endswith("(3)")
     assert "differs: text some text, published all of C4 (without correction 60m)" in notes
     assert re.search(r"s42-[\w.-]+ is left out: .*manifest\.json is damaged", notes)
-    assert re.search(r"s43-[\w.-]+ is left out, it holds another run: .*scale\.rank: 64 there, 128 here", notes)
+    assert re.search(r"s43-[\w.-]+ is left out because it holds another run: .*scale\.rank: 64 there, 128 here", notes)
 
 
 def test_seeds_of_two_texts_have_no_mean(tmp_path):
@@ -168,7 +168,7 @@ def test_rows_scale_and_seed_select_and_other_keys_replace():
     for line in planned_lines(horizon, ["train.steps=100"]):
         assert "train.steps=100" in line.words and "train.steps=198364" not in line.words
     for word in ("backbone=cola", "dlr=on", "experiment=paper"):
-        with pytest.raises(UserError, match="Choose rows by --rows"):
+        with pytest.raises(UserError, match="Choose rows with --rows"):
             planned_lines(system, [word])
     with pytest.raises(UserError, match="colla is not a row"):
         choose_rows([table1], "cola,colla")

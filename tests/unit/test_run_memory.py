@@ -43,7 +43,7 @@ def test_auto_fits_the_rank_with_the_least_memory(words, tmp_path, monkeypatch):
     assert resolved() == 4
     room[1] = 149.0
     update_record(tmp_path, {"micro_batch": {}})
-    with pytest.raises(UserError, match=r"auto: not one sequence of train.seq_len=32 fits in 0.0 GB .* nvidia-smi"):
+    with pytest.raises(UserError, match=r"auto: not even one sequence of train.seq_len=32 fits in 0.0 GB.* nvidia-smi"):
         resolved()
     assert cfg.micro_batch(2) == 4  # in a plan and on a CPU the scale decides
 

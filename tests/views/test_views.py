@@ -238,12 +238,12 @@ def test_a_sink_that_hangs_or_fails_loses_only_its_records(monkeypatch):
     with View("it", console, Sink) as view:
         view.log({"step": 0})
         view.log({"step": 1})
-    assert console.stream.getvalue().count("it has ended (integer") == 1
+    assert console.stream.getvalue().count("it has stopped (integer") == 1
     monkeypatch.setattr(views, "CLOSE_SECONDS", 0.0)
     gate.clear()
     with View("it", console, Sink) as view:
         view.log({"step": 1})
-    assert "left behind" in console.stream.getvalue()
+    assert "was abandoned" in console.stream.getvalue()
     gate.set()
 
 
