@@ -347,10 +347,10 @@ def test_attach_dlr_refuses_unfit_modules(make, arguments, message):
     ({}, None, r"Missing key.*b\.weight.*Unexpected key.*b\.parametrizations\.weight"),
     (None, {}, r"Missing key.*b\.parametrizations\.weight.*Unexpected key.*b\.weight"),
     ({"alpha": 0.5}, {}, r"^b was trained with another residual: beta=0\.288675, but here 0\.57735. .*same alpha"),
-    ({"variance_correction": False}, {}, r"^b .* beta=1, and here 0\.57735.*and variance_correction$"),
-    ({"learn_alpha": True}, {"alpha": 0.5}, r"^b .* beta=0\.57735, and here 0\.288675"),
+    ({"variance_correction": False}, {}, r"^b .* beta=1, but here 0\.57735.*and variance_correction$"),
+    ({"learn_alpha": True}, {"alpha": 0.5}, r"^b .* beta=0\.57735, but here 0\.288675"),
     ({"learn_alpha": True}, {}, r"Unexpected key.*b\.parametrizations\.weight\.0\.alpha"),
-    ({"grouping": "random"}, {}, "^b .* that takes other latents. Attach with the same grouping, seed and names"),
+    ({"grouping": "random"}, {}, "^b .* that takes other latents. Attach with the same grouping, seed and module"),
     ({"grouping": "random", "seed": 1}, {"grouping": "random"}, "^b was .* takes other latents"),
 ])  # fmt: skip
 def test_a_state_dict_of_another_residual_is_refused(given, into, message):

@@ -263,7 +263,7 @@ BAD = {
         (b'\xef\xbb\xbf [\n{"text": "a"}]', "is a JSON array"),
         (b'{\n  "text": "a"\n}', "is one JSON object over several lines"),
         (b"<!DOCTYPE html><html>404", "is an HTML page.*Fetch"),
-        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is XML, perhaps an error"),
+        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is XML, perhaps a server error"),
         ('{"text": "a"}'.encode("utf-16"), "is UTF-16 text.*UTF-8"),
     ],
     "a.jsonl.gz": [

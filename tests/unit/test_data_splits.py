@@ -302,7 +302,7 @@ def test_the_commit_of_validation_on_the_hub_is_kept(hub, tmp_path):
 @pytest.mark.parametrize(("key", "first"), [("root", HUB), ("train_files", f"{HUB}/part-0.jsonl")])
 def test_a_second_repository_or_revision_needs_a_commit(hub, key, first, address):
     named = address.partition("@")[0].removesuffix("/part-1.jsonl") + f"@{A}/part-1.jsonl"
-    rule = rf"data\.validation_files={address}: .* of data\.{key}, whose .* its own: data\.validation_files={named}$"
+    rule = rf"data\.validation_files={address}: .* of data\.{key}, whose .* a commit: data\.validation_files={named}$"
     refused(rule, None, data__validation_files=address, **{f"data__{key}": first})
 
 

@@ -129,7 +129,7 @@ def test_time_follows_from_flops_and_utilisation():
     times = [line.split()[-2:] for line in render(plan(config(*TINY), 1)).splitlines() if "tokens/s" in line]
     assert [unit for _, unit in times] == ["seconds"] * 2 and all(float(number) > 0 for number, _ in times)
     short = config(*TINY, "precision=fp32")
-    assert plan(short, 1)["speed"] is None and "not of fp32" in " ".join(render(plan(short, 1)).split())
+    assert plan(short, 1)["speed"] is None and "not for fp32" in " ".join(render(plan(short, 1)).split())
     assert printed("measured", "cola+dlr", "7b")["memory_gb"] == 27.03 and printed("measured", "lora", "1b") is None
 
 

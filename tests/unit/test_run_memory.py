@@ -87,7 +87,7 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
         ("dlr_pretrain.train.run.new_optimizer", "on rank 0 with a model of scale=tiny, before any batch"),
         (
             "dlr_pretrain.data.loader.np.empty",
-            "the training data, 8 sequences of 32 tokens a rank .*train.global_batch",
+            "the training data, 8 sequences of 32 tokens per rank .*train.global_batch",
         ),
     ],
 )
