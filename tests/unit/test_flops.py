@@ -60,7 +60,7 @@ def test_flops_match_the_closed_form(backbone, words):
     assert flops_per_token(cfg, V, MICRO_BATCH) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_position_costs_the_same_in_any_number_of_pieces_of_the_loss(monkeypatch):
+def test_flops_of_a_position_do_not_depend_on_loss_pieces(monkeypatch):
     cfg = load(["scale=tiny", "backbone=cola", "data=sample", "logger=jsonl"])
     alone = flops_per_token(cfg, V, MICRO_BATCH)
     monkeypatch.setattr(loss, "ROWS", MICRO_BATCH * cfg.train.seq_len // 4)
