@@ -193,7 +193,7 @@ def scales(found: Results) -> Iterator[Table | Picture]:
             shown[scale, "Mem GB"] = _with_printed(f"{size.state:.2f}", digits(paper.get("mem_gb"), ".2f"))
     note = (
         "Param and Mem are our own counts: trained parameters, and weights with optimizer state. The paper's value "
-        "follows in brackets where it differs. The better of a pair without and with DLR is bold. Published rows that "
+        "follows in brackets where it differs. The better of a pair with and without DLR is bold. Published rows that "
         "come from other papers may have another n, and so another bias."
     )
     if item.control:
@@ -206,7 +206,7 @@ def _with_printed(ours: str, theirs: str) -> str:
 
 
 def _better(found: Results) -> set[tuple[str, str]]:
-    """The cell with the lower mean in each pair, without and with DLR, whose runs have ended."""
+    """The cell with the lower mean in each pair, with and without DLR, whose runs have ended."""
     better = set()
     for row, scale in found.cells:
         pair = {name: found.cells.get((name, scale)) for name in (row, f"{row}+dlr")}
@@ -282,7 +282,7 @@ def system(found: Results) -> Iterator[Table | Picture]:
             shown |= {("", "Param M"): digits(run.parameters / 1e6, ",.4g"), ("", "Machine"): run.machine}
             shown |= {("", "Micro-batch"): str(_micro_batch(run))}
         paper = digits(theirs.get("tokens_per_s_32xh100", np.nan) / 32, ",.0f")
-        rows.append(shown | columns("Tokens/s of a GPU", "ours", ours, paper, _machine_differs(cell, theirs)))
+        rows.append(shown | columns("Tokens/s per GPU", "ours", ours, paper, _machine_differs(cell, theirs)))
     note = (
         "Memory is the peak of what torch allocates. Tokens include padding; the paper's are for 32 H100s, divided "
         "by 32."
@@ -317,7 +317,7 @@ def dynamics(found: Results) -> Iterator[Table | Picture]:
             ax.set(xlabel="tokens/s")
             caption = (
                 f"Speed of a training step at 60M on {result['device']}: contiguous (dlr=on) and random maps, in the "
-                "weights and by branch. The paper has, by branch on 8 A100s, 1,445,134 contiguous and 507,186 random."
+                "weights and by branch. The paper has 1,445,134 (contiguous) and 507,186 (random) by branch on 8 A100s."
             )
             yield save(ax, found.folder, f"{found.item.name}_speed", caption)
 

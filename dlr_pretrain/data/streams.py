@@ -114,7 +114,7 @@ class DocumentStream:
     def share(self, epoch: int) -> Share:
         """What the stream reads in an epoch."""
         sizes, slack, parts = self._source.sizes(self._packed), self._source.slack, self._streams
-        turn = 0.0 if parts == 1 or slack else fraction(self._seed, epoch)  # cuts documents elsewhere in each epoch
+        turn = 0.0 if parts == 1 or slack else fraction(self._seed, epoch)  # moves the cuts in each epoch
         order, part = permutation(len(sizes), self._seed, epoch), (self._stream + epoch) % parts
         pieces = cut(sizes, order, part, parts, turn, slack)
         return Share(pieces, self._packed, (self._seed, self._stream, epoch))
@@ -160,7 +160,7 @@ def cut(
 ) -> list[Piece]:
     """Part ``part`` when the shards in ``order`` are cut into ``parts`` equal parts.
 
-    The first part begins at the share ``turn`` of the whole, and the last part ends there. With ``slack``, cuts near
+    The first part begins at the fraction ``turn`` of the whole, and the last part ends there. With ``slack``, cuts near
     the ends of shards move there, and parts may differ by twice this share.
     """
     order = np.concatenate((order, order))

@@ -313,7 +313,7 @@ def agreement(
 ) -> str:
     """Compare ``folder`` with our model of ``cfg`` and ``tensors`` on token ``ids`` [B, T] in fp32; returns the result.
 
-    ``rounded`` is the dtype to which the folder's weights were rounded once more than ``tensors``, or fp32 if they are
+    ``rounded`` is the folder's dtype if its weights were rounded once more than ``tensors``, and fp32 if they are
     the same; it sets the bound. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound,
     or if the folder's tokenizer does not return the ids of ``tokenizer``, the tokenizer of training.
     """

@@ -222,7 +222,7 @@ class Optimizer:
 def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float | None]:
     """``skip`` and ``factor`` on the host, after one wait for the device.
 
-    The factor is a number for GPUs and a tensor for CPUs: kernels do not round these forms to bf16.
+    The factor is a number for GPUs and a tensor for CPUs: in these forms, kernels do not round it to bf16.
     """
     if factor is None or not factor.is_cuda:
         return bool(skip), factor

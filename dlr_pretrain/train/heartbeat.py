@@ -1,6 +1,6 @@
 """The heartbeat of each rank: only one start at a time writes to a run directory, and a rank that hangs is named.
 
-<run>/.beats/3            rank 3's last step, and where its code is; renewed every few seconds
+<run>/.beats/3            rank 3's last step, and the line of code it is at; renewed every few seconds
 <run>/.beats/0            also the lease: only the process that it names may write to the directory
 <run>/stacks/rank_3.txt   rank 3's stacks when it hung or a collective failed
 """

@@ -173,7 +173,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.saved = step
 
     def _discard(self, folder: Path) -> None:
-        """Delete the parts of a failed save, which fill the disk, and nothing of another start."""
+        """Delete the parts of a failed save, which fill the disk, but nothing that another start wrote."""
         if self.ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -201,7 +201,7 @@ class Saver(AbstractContextManager["Saver"]):
         answers = self.ranks.gather((result, failure), self._group)
         failures = [(failure[0], rank, failure[1]) for rank, (_, failure) in enumerate(answers) if failure]
         if failures:
-            of_disk, rank, text = min(failures)  # failures that no retry can mend first, then the lowest rank
+            of_disk, rank, text = min(failures)  # first those that no retry can mend, then the lowest rank
             raise (_Unwritten if of_disk else UserError)(f"rank {rank}: {text}" if len(answers) > 1 else text)
         return [result for result, _ in answers]  # type: ignore[misc]  # no rank has failed
 
