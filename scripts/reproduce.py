@@ -93,9 +93,9 @@ def act(given: argparse.Namespace) -> int:
         return 0
     if given.rehearse:
         return rehearse(given)
-    given.again = [*given.overrides]  # the words that the next command repeats
-    for name, default in (("rows", None), ("sft_data", paper.SFT_DATA), ("task_data", ""), ("output", None)):
-        if (value := getattr(given, name)) != default:
+    given.again, default = [*given.overrides], parser().get_default  # the words that the next command repeats
+    for name in ("rows", "sft_data", "task_data", "output"):
+        if (value := getattr(given, name)) != default(name):
             given.again += [f"--{name.replace('_', '-')}", str(value)]
     root = next((word.partition("=")[2] for word in given.overrides if word.startswith("run.root=")), "runs")
     given.output = given.output or Path(root, "paper")

@@ -105,8 +105,7 @@ class Results:
 def read(item: Item, runs: Sequence[PlannedRun], programs: list[Program], folder: Path) -> Results:
     """Read the ``runs`` of an item, and compare them with the item as it is defined, without overrides."""
     found, notes = _read_trained(runs)
-    shown = {run.cfg.scale.name for run in runs}
-    defined = {item.cell_of(run): run.cfg for run in load_each(item.lines()) if run.cfg.scale.name in shown}
+    defined = {item.cell_of(run): run.cfg for run in load_each(item.lines())}
     papers = {key: item.numbers(*key) for key in defined}
     printed_size = [key for key, paper in papers.items() if found and "params_m" in paper]
     size = dict(zip(printed_size, sizes(defined[key] for key in printed_size), strict=True))

@@ -135,7 +135,7 @@ def compare(design: dict, trials: Sequence[dict]) -> dict:
 def choose(design: dict, trials: Sequence[dict], method: str) -> dict:
     """The rate with the lowest mean loss on half A over the seeds of the grid, and the losses on half B at this rate.
 
-    A rate with a diverged run is not chosen. ``reason`` says why there is no result for the method, or not yet.
+    A rate with a diverged run is not chosen. ``reason`` says why the method has no result, or has none yet.
     """
     ended = {(t["lr"], t["seed"]): t for t in trials if t["method"] == method and t["state"] in ENDED}
     cells = list(product(design["rates"], design["seeds"]))

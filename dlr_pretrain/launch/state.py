@@ -24,7 +24,7 @@ from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
-from dlr_pretrain.util.files import EXPIRY, NUMBER, read_beat, read_json, read_metrics
+from dlr_pretrain.util.files import EXPIRY, NUMBER, last_record, read_beat, read_json
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # a run in one of these states is queued or trained
@@ -54,7 +54,7 @@ class Status:
 
 def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
     """The status of ``run``; ``queue`` maps the id of each job to SLURM's state."""
-    last = next(reversed(read_metrics(run.dir / "metrics.jsonl", last_bytes=1 << 16)), {})
+    last = last_record(run.dir / "metrics.jsonl")
     try:
         state, reason = _state(run, queue)
     except UserError as error:

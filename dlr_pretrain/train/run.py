@@ -35,7 +35,7 @@ from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_ten
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
 from dlr_pretrain.util.errors import Diverged
-from dlr_pretrain.util.files import read_metrics
+from dlr_pretrain.util.files import last_record
 from dlr_pretrain.util.text import loading, plural
 
 
@@ -168,7 +168,7 @@ class Run:
 
     def say_result(self) -> None:
         """Print how good the model is, where it is, and how to load it."""
-        folded, record = self.dir / "folded", (read_metrics(self.dir / "metrics.jsonl") or [{}])[-1]
+        folded, record = self.dir / "folded", last_record(self.dir / "metrics.jsonl")
         if "eval/loss" in record:
             self.console.summary({"result": f"{evaluation(record)} on the validation text"})
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
@@ -183,7 +183,7 @@ def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], corpus: Corpu
     Raises UserError if the export differs from what was trained, and leaves it in ``<run>/.folded.partial``. Raises
     Diverged, and writes nothing, if the last evaluation is not finite. The checkpoints stay as they are.
     """
-    record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
+    record = last_record(run_dir / "metrics.jsonl")
     if record.get("eval/perplexity", 0.0) is None:
         raise Diverged(
             f"step {cfg.train.steps}: the last evaluation is not finite, so nothing was folded. "

@@ -146,16 +146,18 @@ def read_beat(run_dir: Path, rank: int) -> dict:
         return {}
 
 
-def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict]:
-    """The records of a metrics file, without damaged lines, which a power failure may leave.
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics file, without damaged lines, which a power failure may leave."""
+    return sound_records(path)[0]
 
-    With ``last_bytes``, only the records that lie entirely within that many bytes at the end of the file.
-    """
-    return sound_records(path, last_bytes)[0]
+
+def last_record(path: Path) -> dict:
+    """The last record of ``read_metrics``, from the end of the file alone; empty if it holds none."""
+    return next(reversed(sound_records(path, last_bytes=1 << 16)[0]), {})
 
 
 def sound_records(path: Path, last_bytes: int | None = None) -> tuple[list[dict], int]:
-    """The records of ``read_metrics`` and the number of damaged lines.
+    """The records of ``read_metrics`` and the number of damaged lines; with ``last_bytes``, of that end of the file.
 
     An incomplete last line, which a killed run leaves, is neither.
     """
