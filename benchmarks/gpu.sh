@@ -7,7 +7,8 @@
 #   python -m benchmarks.page OUT          writes benchmarks/gpu.md from the results
 #
 # The same command continues where it was cut off, and skips what OUT/SLICE/done lists. A slice times everything first,
-# and compares losses in the minutes that are left (`--no-parity`). LIMIT lowers the seconds that a slice may take.
+# and compares losses in the minutes that are left (`--no-parity`); STAGES=times leaves that to a later call. LIMIT
+# lowers the seconds that a slice may take.
 # PYTHON is the interpreter. PACK is a folder that `pack` wrote (default results/pack). Without one, PEERS_DIR has
 # checkouts of CoLA and DLR, TF448 a folder with transformers 4.48 for CoLA's code, and TOKENS a folder of
 # prepare_data.py. A measurement that lacks one of them is skipped with a message.
@@ -110,14 +111,14 @@ compare() { # name, most seconds, checkout, arguments
 }
 
 slice_a() {
-  bench card 90 card backbone=cola --variant "scale=60m train.global_batch=$rows_60m" \
-    --variant "scale=1b train.global_batch=$rows_1b"
   bench step-1b 300 step scale=1b backbone=cola "train.global_batch=$rows_1b" "${small[@]}" \
     --variant "dlr=off train.micro_batch=$rows_1b" --variant "dlr=on train.micro_batch=$rows_1b" \
     --variant "dlr=off train.micro_batch=$few_1b" --variant "dlr=on train.micro_batch=$few_1b"
   bench step-60m 300 step scale=60m backbone=cola "train.global_batch=$rows_60m" "${small[@]}" \
     --variant "dlr=off train.micro_batch=$rows_60m" --variant "dlr=on train.micro_batch=$rows_60m" \
     --variant "dlr=off train.micro_batch=$few_60m" --variant "dlr=on train.micro_batch=$few_60m"
+  bench card 90 card backbone=cola --variant "scale=60m train.global_batch=$rows_60m" \
+    --variant "scale=1b train.global_batch=$rows_1b"
 }
 
 slice_b() {
@@ -125,8 +126,8 @@ slice_b() {
   local dlr=(--peer $adapter/dlr.py --peer $adapter/dlr.py:build_off)
   local path=$PYTHONPATH
   PYTHONPATH=${TF448:+$TF448:}$path
-  compare cola-60m 240 CoLA scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${cola[@]}"
   compare cola-1b 240 CoLA scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${cola[@]}"
+  compare cola-60m 240 CoLA scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${cola[@]}"
   PYTHONPATH=$path
   compare dlr-60m 200 DLR scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${dlr[@]}"
   compare dlr-1b 200 DLR scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${dlr[@]}"
@@ -227,7 +228,7 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
     mkdir -p "$out/$slice"
     log=$out/$slice/log.txt
     until=$((SECONDS + (${LIMIT:-9999} < seconds[$slice] ? LIMIT : seconds[$slice])))
-    for stage in times check; do slice_$slice; done
+    for stage in ${STAGES:-times check}; do slice_$slice; done
   done
   if [ ${#failed[@]} -gt 0 ]; then
     echo "failed, or not ended: ${failed[*]}; the logs are in $out"
