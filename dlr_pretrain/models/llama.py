@@ -47,11 +47,10 @@ class RMSNorm(nn.Module):
 
 
 def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, E] of the half-split rotary embedding, computed in fp32 (fp64 for fp64)."""
-    wide = at_least_fp32(dtype)
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
-    angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    """cos and sin [T, E] of the half-split rotary embedding."""
+    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
+    angle = torch.outer(torch.arange(positions, dtype=dtype, device=device), frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
 
 
 def attention_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,6 +174,15 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(Block(cfg, cfg.backbone.layer, i, alignment) for i in range(cfg.scale.num_layers))
         self.norm = RMSNorm(cfg.scale.hidden_size)
 
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
+        x = self.embed_tokens(ids)
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        bias = None if documents is None else attention_bias(documents, x.dtype)
+        carried = NO_CARRY
+        for block in self.layers:
+            x, carried = block(x, cos, sin, bias, carried)
+        return self.norm(x)
+
 
 class Llama(nn.Module):
     """``forward(ids, targets)`` returns the training loss, ``logits(ids)`` the logits.
@@ -193,17 +201,13 @@ class Llama(nn.Module):
         self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
         self.model = Body(cfg, vocab_size, alignment)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
-        self.score = score
+        self.score, self.rotary = score, rotary
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
-        x = self.model.embed_tokens(ids)
-        cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
-        bias = None if documents is None else attention_bias(documents, x.dtype)
-        carried = NO_CARRY
-        for block in self.model.layers:
-            x, carried = block(x, cos, sin, bias, carried)
-        return self.model.norm(x)
+        wide = at_least_fp32(self.lm_head.weight.dtype)
+        cos, sin = self.rotary(ids.shape[1], self.head_width, wide, ids.device)
+        return self.model(ids, cos, sin, documents)
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
@@ -222,11 +226,11 @@ class Llama(nn.Module):
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
         self.score = compiled(score)
+        modules: list[nn.Module] = [*self.model.layers, self.model.norm]
         if whole:
-            self.hidden = compiled(self.hidden)  # type: ignore[method-assign]  # in place: the model keeps its class
-            return
-        module: nn.Module
-        for module in (*self.model.layers, self.model.norm):
+            modules = [self.model]
+            self.rotary = compiled(rotary)  # apart: in the same graph, every block would compute cos and sin again
+        for module in modules:
             module.forward = compiled(module.forward)  # not the module: FSDP's hooks stay outside the graph
 
     @torch.no_grad()
