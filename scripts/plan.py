@@ -15,7 +15,7 @@ def main() -> int:
         epilog="All other arguments are overrides of train.py.",
         allow_abbrev=False,
     )
-    add, mfu = parser.add_argument, "model FLOPs utilisation (default: 0.11 to 0.35, or 0.31 for few sequences per GPU)"
+    add, mfu = parser.add_argument, "model FLOPs utilisation (default: from 0.11 to what one H100 has reached, 0.2 to 0.4)"
     add("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     add("--mfu", type=share, metavar="SHARE", help=mfu)
     add("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
@@ -43,7 +43,7 @@ def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
     cfg = load(words, gpus, machine=False)
     from dlr_pretrain.analysis.plan import plan, render  # torch, after the arguments are checked
 
-    found = plan(cfg, gpus, None if mfu is None else [mfu])
+    found = plan(cfg, gpus, mfu)
     return json.dumps(found, indent=2) if as_json else render(found)
 
 

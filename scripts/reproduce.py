@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sft-data", default=paper.SFT_DATA, metavar="FILE", help="instructions (default: %(default)s, on the hub)")
     add("--task-data", default="", metavar="DIR", help="documents of the tasks (default: the hub's)")
     add("--gpu", default="NVIDIA H100 80GB HBM3", metavar="NAME", help="hours on this GPU (default: %(default)s)")
-    add("--mfu", type=float, metavar="SHARE", help="utilisation assumed for the hours (default: 0.35 to 0.11)")
+    add("--mfu", type=float, metavar="SHARE", help="utilisation assumed for the hours (default: see scripts/plan.py)")
     return made
 
 
@@ -147,7 +147,6 @@ def runs_of(item: Item, overrides: Sequence[str], given: argparse.Namespace) -> 
 
 def show(works: Sequence[Work], given: argparse.Namespace, briefly: bool) -> None:
     """Print the states of the items, what they take, and the next command of each."""
-    from dlr_pretrain.analysis.plan import MFU
     from dlr_pretrain.analysis.reproduce import disk_of, hours_of, total
     from dlr_pretrain.models.flops import PEAK_FLOPS
 
@@ -155,8 +154,7 @@ def show(works: Sequence[Work], given: argparse.Namespace, briefly: bool) -> Non
     if len(named) != 1:
         raise UserError(f"--gpu={given.gpu}: names {len(named)} GPUs. Choose from {', '.join(named or PEAK_FLOPS)}")
     write_to_stderr("counting what the runs take ...")
-    mfu = [given.mfu] if given.mfu else sorted(MFU, reverse=True)
-    hours = hours_of(works, named[0], mfu)
+    hours = hours_of(works, named[0], given.mfu)
     for work in works:
         print(f"{work.item.name:<10} {work.item.title}")
         if not briefly:
@@ -168,8 +166,8 @@ def show(works: Sequence[Work], given: argparse.Namespace, briefly: bool) -> Non
         print(f"{'':11}state      {work.state()}")
         print(f"{'':11}GPU hours  {total([hours[run.dir] for run in work.runs])}")
         print(f"{'':11}next       {work.next_command(given.again)}")
-    shares = " to ".join(f"{share:g}" for share in mfu)
-    print(f"\nGPU hours are of {named[0]}, at a measured speed or an assumed MFU of {shares}. Items share runs.")
+    assumed = f"an assumed MFU of {given.mfu:g}" if given.mfu else "from the MFU of our step down to the paper's"
+    print(f"\nGPU hours are of {named[0]}, at a measured speed or {assumed}. Items share runs.")
 
 
 def measure(programs: Sequence[Program], quiet: bool = False) -> bool:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -46,28 +47,31 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
-# The lower value is what the paper's number for CoLA + DLR at 1b implies. The upper value is within the 0.33 to 0.39
-# that torchtitan reports for a dense 8B LLaMA.
-MFU = (0.11, 0.35)
+# Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step has reached with CoLA on one
+# H100 (benchmarks/gpu.md), by hidden size (60m, 1b). With FEW positions per GPU the host limits it (1b).
+LEAST_MFU, MOST_MFU = 0.11, {512: 0.21, 2048: 0.40}
+FEW, MOST_MFU_OF_FEW = 4096, 0.20
 # Bytes/s per GPU and direction in large collectives: 0.8 of NVLink 4's, and of a network with 400 Gb/s per GPU.
 NVLINK, NETWORK = 360e9, 40e9
 # Seconds per step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
 RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
-FEW, MFU_OF_FEW = 4096, (0.11, 0.31)  # positions per GPU: see "an H100, ms" in benchmarks/README.md
 # Measured by tests/fakegpu for cola with DLR, with micro-batches of 64 and of 16 sequences.
 COMPILED = "compiled code takes less, for example 0.75 of the peak at 60m and 0.82 at 1b"
 
 
-def plan(cfg: Config, ranks: int, utilisations: Sequence[float] | None = None) -> dict:
-    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``.
+def utilisations(cfg: Config, ranks: int = 1) -> tuple[float, float]:
+    """The least and the most utilisation to expect on ``ranks`` GPUs; between measured sizes it is interpolated."""
+    most = round(float(np.interp(cfg.scale.hidden_size, list(MOST_MFU), list(MOST_MFU.values()))), 2)
+    few = cfg.train.global_batch * cfg.train.seq_len // ranks <= FEW
+    return LEAST_MFU, min(most, MOST_MFU_OF_FEW) if few else most
 
-    The default is ``MFU``, or ``MFU_OF_FEW`` if a GPU has few positions.
-    """
+
+def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
+    """The plan of ``cfg`` on ``ranks`` GPUs, as described above; its speed at ``mfu`` or at ``utilisations``."""
     vocab_size = cfg.planned_vocab_size
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
     tokens = cfg.train.steps * positions
-    utilisations = utilisations or (MFU_OF_FEW if positions // ranks <= FEW else MFU)
     flops = flops_per_token(cfg, vocab_size, micro_batch)
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups, text = ("scale", "backbone", "dlr", "optimizer", "precision"), cfg.data.root or cfg.data.source
@@ -91,7 +95,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] | None = None) -
         "steps": cfg.train.steps,
         "warmup_steps": cfg.warmup_steps,
         "tokens": tokens,
-        "speed": _speed(cfg, vocab_size, ranks, flops, utilisations),
+        "speed": _speed(cfg, vocab_size, ranks, flops, [mfu] if mfu else utilisations(cfg, ranks)),
         "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
 
@@ -173,12 +177,12 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     })  # fmt: skip
 
 
-def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, utilisations: Sequence[float]) -> dict | None:
+def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, shares: Sequence[float]) -> dict | None:
     """Tokens/s of all GPUs and hours of the whole run, from FLOPs and utilisation alone, and the waiting."""
     if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the known peaks are of bf16 products
         return None
     estimates, positions = [], cfg.train.global_batch * cfg.train.seq_len
-    for mfu in utilisations:
+    for mfu in shares:
         rate = gpus * PEAK_FLOPS[GPU] * mfu / flops
         seconds = positions / rate
         waiting = waiting_seconds(cfg, vocab_size, gpus, seconds)

@@ -11,7 +11,7 @@ from string import Template
 
 from dlr_pretrain.analysis import paper_views
 from dlr_pretrain.analysis.paper import SLURM, Item, Program, items, load_each, without_seed
-from dlr_pretrain.analysis.plan import GPU, MFU, sizes
+from dlr_pretrain.analysis.plan import GPU, LEAST_MFU, MOST_MFU, sizes, utilisations
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
 from dlr_pretrain.analysis.tables import Table
 from dlr_pretrain.config.written import read_record
@@ -62,8 +62,9 @@ class Work:
 # What it takes
 
 
-def hours_of(works: Sequence[Work], gpu: str, mfu: Sequence[float]) -> dict[Path, tuple[float, ...]]:
-    """GPU hours of each run by its directory, from FLOPs and the peak of ``gpu`` at each utilisation; ascending.
+def hours_of(works: Sequence[Work], gpu: str, mfu: float | None = None) -> dict[Path, tuple[float, ...]]:
+    """GPU hours of each run by its directory, from FLOPs and the peak of ``gpu`` at ``mfu`` or at the plan's
+    ``utilisations``; ascending.
 
     If a run was trained on that GPU, the runs that differ from it only in the seed have its measured speed instead.
     """
@@ -72,7 +73,8 @@ def hours_of(works: Sequence[Work], gpu: str, mfu: Sequence[float]) -> dict[Path
     hours = {}
     for run, size in zip(runs.values(), sizes(run.cfg for run in runs.values()), strict=True):
         positions = run.cfg.train.steps * run.cfg.train.global_batch * run.cfg.train.seq_len
-        rates = [PEAK_FLOPS[gpu] * share / size.flops for share in sorted(mfu, reverse=True)]
+        shares = [mfu] if mfu else reversed(utilisations(run.cfg))
+        rates = [PEAK_FLOPS[gpu] * share / size.flops for share in shares]
         if speed := speeds.get(without_seed(run.line)):
             rates = [speed]
         hours[run.dir] = tuple(positions / rate / 3600 for rate in rates)
@@ -125,7 +127,7 @@ def render(works: Sequence[Work], words: Sequence[str], output: Path, command: s
 def documentation() -> str:
     """The text of docs/reproduce.md."""
     works = [Work(item, load_each(item.lines()), [], []) for item in items().values()]
-    hours, seen = hours_of(works, GPU, MFU), set()
+    hours, seen = hours_of(works, GPU), set()
 
     def cells(runs: Sequence[PlannedRun]) -> list[str]:
         own, new = [hours[run.dir] for run in runs], [hours[run.dir] for run in runs if run.dir not in seen]
@@ -141,7 +143,7 @@ def documentation() -> str:
     header = ["item", "", "runs", "GPU hours", days, "disk", "not in items above", "GPU hours of these"]
     template = Template(Path(__file__).with_name("reproduce.md").read_text(encoding="utf-8"))
     return template.substitute(
-        table=markdown_table(header, rows, right=range(2, len(header))), gpu=GPU, low=max(MFU), high=min(MFU),
+        table=markdown_table(header, rows, right=range(2, len(header))), gpu=GPU, small=MOST_MFU[512], large=MOST_MFU[2048], paper=LEAST_MFU,
         sections="\n\n".join(map(_section, items().values())), slurm=SLURM, one_gpu=ONE_GPU,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render, waiting_seconds
+from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render, utilisations, waiting_seconds
 from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -114,11 +114,12 @@ def test_the_command_prints_json_with_stable_keys(capsys):
 
 
 def test_time_follows_from_flops_and_utilisation():
-    """0.11 is what the paper's number for CoLA + DLR at 1b implies. With few sequences a GPU the best is lower."""
+    """0.11 is what the paper's number for CoLA + DLR at 1b implies. The most depends on the size and on the sequences."""
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
     slow, fast = found["speed"]["estimates"]
-    assert (slow["mfu"], fast["mfu"]) == (0.11, 0.31)
-    assert [e["mfu"] for e in plan(config("scale=1b", ranks=16), 16)["speed"]["estimates"]] == [0.11, 0.35]
+    assert (slow["mfu"], fast["mfu"]) == (0.11, 0.20)
+    for words, most in [("scale=60m", 0.21), ("scale=350m", 0.27), ("scale=1b", 0.40), ("scale=7b", 0.40)]:
+        assert utilisations(config(words, ranks=8), 8) == (0.11, most)
     assert slow["tokens_per_second"] == pytest.approx(1_044_264, rel=0.01)
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
@@ -148,7 +149,7 @@ def test_waiting_follows_from_the_links():
     assert waiting("hsdp", 1024, 0.05) < 0.005 < 20 * waiting("hsdp", 1024, 0.05) < waiting("fsdp", 1024, 0.05)
     assert waiting("ddp", 32, 0.0) == pytest.approx(2 * 609.3e6 * 2 / 320e9, rel=0.2)  # nothing is hidden
     text = render(plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32))
-    assert "MFU 0.31" in text and "+4% waiting" in text
+    assert "MFU 0.2 " in text and "+2% waiting" in text
 
 
 @pytest.mark.parametrize(("words", "error"), [
