@@ -35,6 +35,13 @@ SLICES = {
     "e": ("60m on real text: cola, lowrank", ("runs",)),
     "f": ("60m on real text: lost, lax, cola_lax", ("runs",)),
 }
+KINDS = {  # of kernels, by their names; those of the optimizer also compute the norm of the gradient
+    "products": "nvjet|gemm|cutlass|splitK",
+    "attention": "sdpa|cudnn::fusion|flash|fmha",
+    "fused": "^triton",
+    "optimizer": "multi_tensor_apply",
+    "copies": "^Memcpy",
+}
 HEAD = """# What was measured on a GPU
 
 `python -m benchmarks.page` writes this page from `gpu.jsonl.gz`; `benchmarks/gpu.sh` measures. [Benchmarks](README.md)
@@ -89,9 +96,9 @@ def section(name: str, line: dict) -> str:
         return losses(line["runs"])
     part = line["command"].split()[3]
     facts = [line.get("device"), line["machine"], f"Python {line['python']}", line["versions"]]
-    commits = f"commit {line['commit'][:9]}"
+    commits = f"commit {short(line['commit'])}"
     if line.get("checked_at", line["commit"]) != line["commit"]:
-        commits += f", losses compared at {line['checked_at'][:9]}"
+        commits += f", losses compared at {short(line['checked_at'])}"
     batch = line.get("batch", {})
     shape = ""
     if batch:
@@ -101,6 +108,8 @@ def section(name: str, line: dict) -> str:
     shown = [results.table(tables[part], [v for v in line["variants"] if "positions" not in v])]
     if part == "card":
         shown.append(products([v for v in line["variants"] if "positions" in v]))
+    if traced := [variant for variant in line["variants"] if variant.get("traced")]:
+        shown.append(kernels(traced))
     about = f"{shape}{', '.join(fact for fact in facts if fact)}; {commits}."
     return "\n".join((f"### {name}\n", about, "", f"`{line['command']}`", "", "\n\n".join(shown), ""))
 
@@ -112,6 +121,25 @@ def products(rows: list[dict]) -> str:
     names = dict.fromkeys(row["name"] for row in rows)
     cells = [[name, *(speed.get((name, count), "") for count in counts)] for name in names]
     return markdown_table(["TFLOP/s, positions", *(f"{n:,}" for n in counts)], cells, right=range(1, len(counts) + 1))
+
+
+def kernels(variants: list[dict]) -> str:
+    """The time of one traced update's kernels, by kind; other ones, and those not among its 30 longest, in a column."""
+    rows = []
+    for variant in variants:
+        found = variant["traced"]
+        times = dict.fromkeys(KINDS, 0.0)
+        for name, _, ms in found["longest"]:
+            if kind := next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None):
+                times[kind] += ms
+        other = max(0.0, found["busy_ms"] - sum(times.values()))
+        rows.append([variant["name"], *(f"{ms:.1f}" for ms in (*times.values(), other)), str(found["kernels"])])
+    return markdown_table(["ms of kernels", *KINDS, "other", "number"], rows, right=range(1, len(KINDS) + 3))
+
+
+def short(commit: str) -> str:
+    """The first nine digits, and the "+" of local changes."""
+    return commit[:9] + "+" * commit.endswith("+")
 
 
 def losses(runs: list[dict]) -> str:
