@@ -15,7 +15,7 @@ def main() -> int:
         epilog="All other arguments are overrides of train.py.",
         allow_abbrev=False,
     )
-    add, mfu = parser.add_argument, "model FLOPs utilisation (default: from 0.11 to what one H100 has reached, 0.2 to 0.4)"
+    add, mfu = parser.add_argument, "model FLOPs utilisation (default: 0.11, and what one H100 has reached, 0.2 to 0.4)"
     add("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     add("--mfu", type=share, metavar="SHARE", help=mfu)
     add("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")

@@ -47,7 +47,7 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
-# Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step has reached with CoLA on one
+# Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
 # H100 (benchmarks/gpu.md), by hidden size (60m, 1b). With FEW positions per GPU the host limits it (1b).
 LEAST_MFU, MOST_MFU = 0.11, {512: 0.21, 2048: 0.40}
 FEW, MOST_MFU_OF_FEW = 4096, 0.20

@@ -143,7 +143,8 @@ def documentation() -> str:
     header = ["item", "", "runs", "GPU hours", days, "disk", "not in items above", "GPU hours of these"]
     template = Template(Path(__file__).with_name("reproduce.md").read_text(encoding="utf-8"))
     return template.substitute(
-        table=markdown_table(header, rows, right=range(2, len(header))), gpu=GPU, small=MOST_MFU[512], large=MOST_MFU[2048], paper=LEAST_MFU,
+        table=markdown_table(header, rows, right=range(2, len(header))), gpu=GPU,
+        small=MOST_MFU[512], large=f"{MOST_MFU[2048]:.2f}", paper=LEAST_MFU,
         sections="\n\n".join(map(_section, items().values())), slurm=SLURM, one_gpu=ONE_GPU,
     )  # fmt: skip
 

@@ -114,7 +114,7 @@ def test_the_command_prints_json_with_stable_keys(capsys):
 
 
 def test_time_follows_from_flops_and_utilisation():
-    """0.11 is what the paper's number for CoLA + DLR at 1b implies. The most depends on the size and on the sequences."""
+    """0.11 is what the paper's number for CoLA + DLR at 1b implies. The most depends on the model and the sequences."""
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
     slow, fast = found["speed"]["estimates"]
     assert (slow["mfu"], fast["mfu"]) == (0.11, 0.20)
