@@ -8,7 +8,7 @@
 #
 # The same command continues where it was cut off, and skips what OUT/SLICE/done lists. A slice times everything first,
 # and compares losses in the minutes that are left (`--no-parity`); STAGES=times leaves that to a later call. LIMIT
-# lowers the seconds that a slice may take.
+# lowers the seconds that a slice may take, ONLY names the measurements to make ("step-60m few-1b").
 # PYTHON is the interpreter. PACK is a folder that `pack` wrote (default results/pack). Without one, PEERS_DIR has
 # checkouts of CoLA and DLR, TF448 a folder with transformers 4.48 for CoLA's code, and TOKENS a folder of
 # prepare_data.py. A measurement that lacks one of them is skipped with a message.
@@ -78,16 +78,19 @@ limited() { # name, most seconds, command: logs its output in the slice's log; i
   return $code
 }
 
+wanted() { [ -z "${ONLY:-}" ] || [[ " $ONLY " = *" $1 "* ]]; } # name
+
 ended() { [ -e "$out/$slice/done" ] && grep -qx "$1" "$out/$slice/done"; } # name
 
 once() { # name, most seconds, command: skipped if it has succeeded
-  if [ "$stage" = check ] || ended "$1"; then return; fi
+  if [ "$stage" = check ] || ended "$1" || ! wanted "$1"; then return; fi
   if limited "$@"; then echo "$1" >>"$out/$slice/done"; fi
 }
 
 bench() { # name, most seconds, arguments of benchmarks
   local name=$1 most=$2 part=$3 result=$out/$slice/$1.json
   local line=("$python" -m benchmarks "${@:3}" "device=$device" --json "$result")
+  if ! wanted "$name"; then return; fi
   case $part in
   step | compare)
     line+=(--no-parity "${rounds[@]}" "${trace[@]}")

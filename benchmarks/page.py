@@ -133,8 +133,10 @@ def kernels(variants: list[dict]) -> str:
             if kind := next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None):
                 times[kind] += ms
         other = max(0.0, found["busy_ms"] - sum(times.values()))
-        rows.append([variant["name"], *(f"{ms:.1f}" for ms in (*times.values(), other)), str(found["kernels"])])
-    return markdown_table(["ms of kernels", *KINDS, "other", "number"], rows, right=range(1, len(KINDS) + 3))
+        calls = f"{found['calls_ms']:.1f}" if "calls_ms" in found else ""
+        rows.append([variant["name"], *(f"{ms:.1f}" for ms in (*times.values(), other)), str(found["kernels"]), calls])
+    header = ["ms of kernels", *KINDS, "other", "number", "host in CUDA's calls, ms"]
+    return markdown_table(header, rows, right=range(1, len(header)))
 
 
 def short(commit: str) -> str:
