@@ -15,7 +15,7 @@ from benchmarks.parity import References, Verdict, difference, losses
 from benchmarks.peers import Peer, as_batch, peer_ids
 from benchmarks.protocol import best_product, interleaved, paired, seconds, traced, warm_up_products
 from benchmarks.results import NOISE
-from benchmarks.variants import BY_BRANCH, Variant, fixed_batch, joined, load_comparable
+from benchmarks.variants import BY_BRANCH, Variant, drawn_once, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.train.ranks import Ranks
@@ -158,7 +158,7 @@ def measure(
     twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
     configs = load_comparable(overrides | twins)
     torch._dynamo.config.recompile_limit = 64  # per code object: each variant has a graph of its own
-    with Ranks(next(iter(configs.values()))) as ranks:
+    with Ranks(next(iter(configs.values()))) as ranks, drawn_once():
         ranks.use_device()
         warm_up_products(ranks.device)
         comparison = Comparison(overrides, peers, ranks, configs)

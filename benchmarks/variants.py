@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,23 +27,26 @@ LR = 1e-3
 BY_BRANCH = "by-branch"  # a word among a variant's overrides: the residual is a branch, as in the paper
 
 
-def once(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``draw``, a method of SeededInit, which draws the same values only once in this process. For each of the models
-    of a comparison it would take seconds of a GPU's minutes at 1b."""
-    drawn: dict[tuple, Tensor] = {}
+@contextmanager
+def drawn_once() -> Iterator[None]:
+    """Within this context, equal initial values are drawn only once: at 1b this takes seconds for each model."""
 
-    @wraps(draw)
-    def method(init: SeededInit, name: str, shape: tuple[int, ...], scale: float) -> Tensor:
-        key = init.seed, name, tuple(shape), scale
-        if key not in drawn:
-            drawn[key] = draw(init, name, shape, scale)
-        return drawn[key].clone()
+    def once(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        drawn: dict[tuple, Tensor] = {}
 
-    return method
+        def method(init: SeededInit, name: str, shape: tuple[int, ...], scale: float) -> Tensor:
+            key = init.seed, name, tuple(shape), scale
+            if key not in drawn:
+                drawn[key] = draw(init, name, shape, scale)
+            return drawn[key].clone()
 
+        return method
 
-SeededInit.normal = once(SeededInit.normal)  # type: ignore[method-assign]
-SeededInit.uniform = once(SeededInit.uniform)  # type: ignore[method-assign]
+    with (
+        patch.object(SeededInit, "normal", once(SeededInit.normal)),
+        patch.object(SeededInit, "uniform", once(SeededInit.uniform)),
+    ):
+        yield
 
 
 class Variant:
