@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,19 @@ def as_batch(ids: Tensor) -> Batch:
     return Batch(tokens, lengths, ids.numel(), {})
 
 
+def with_own_code(model: nn.Module) -> Callable:
+    """``model`` as a function with its own code object.
+
+    torch keeps compiled graphs by code object, and does not notice that other attention kernels are allowed. Without
+    this, the second of two steps would run the graph of the first.
+    """
+
+    def forward(**inputs):
+        return model(**inputs)
+
+    return FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
+
+
 class AuthorsStep:
     """One update as written in the main scripts of GaLore and its descendants, such as CoLA.
 
@@ -88,7 +103,7 @@ class AuthorsStep:
 
     def __init__(self, model: nn.Module, compile: bool, lean: bool):
         self.model = model.train()
-        self.forward = torch.compile(model, dynamic=False) if compile else model
+        self.forward = torch.compile(with_own_code(model), dynamic=False) if compile else model
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=LR, weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)

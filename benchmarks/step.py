@@ -109,6 +109,7 @@ class Comparison:
         for peer in self.peers:
             if not self.is_unchecked(peer.name):
                 continue
+            torch.compiler.reset()  # our graphs have other attention kernels; see with_own_code
             if peer.built is None:
                 peer.build(self.cfg, self.ranks.device)
             variant = Variant(f"beside {peer.name}", self.configs[peer.name], self.ranks)
@@ -118,6 +119,7 @@ class Comparison:
                 expected = losses(variant.step, batch)
             found = difference(losses(lambda _, p=peer: p.built.step(ids), batch), expected)
             self.judge(peer.name, Verdict("our step", found, references.bound(variant.cfg)), keep)
+            torch.compiler.reset()
 
     def is_unchecked(self, name: str) -> bool:
         return "error" not in self.rows[name] and not self.rows[name]["parity"]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import parity, protocol, results
 from benchmarks.__main__ import main
 from benchmarks.isolated import isolated
-from benchmarks.peers import as_batch, peer_ids
+from benchmarks.peers import AuthorsStep, as_batch, peer_ids
 from benchmarks.variants import Variant, fixed_batch, joined
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
@@ -148,6 +153,37 @@ def build(scale, device, dtype, batch, T, compile, layers):
 def build_wrong(*shape, **options):
     return Step(1.1)
 """
+
+
+class Output(NamedTuple):
+    loss: Tensor
+
+
+class Attends(nn.Module):
+    """A model as peers have it, of one attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+
+    def forward(self, input_ids, attention_mask, labels):
+        x = self.embedding(input_ids)[:, None]
+        return Output(scaled_dot_product_attention(x, x, x, is_causal=True).sum())
+
+
+def test_each_step_of_a_peer_is_compiled_for_its_own_attention(monkeypatch):
+    """torch would give the second step the graph of the first."""
+    found = []
+
+    def keep(graph, _):
+        found.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=keep)))
+    for lean in (False, True):
+        AuthorsStep(Attends(), compile=True, lean=lean).step(torch.full((2, 4), 5))
+    plain, fused = found[0], found[2]  # between them is the backward pass
+    assert "aten._safe_softmax.default" in plain and not any("softmax" in target for target in fused)
 
 
 @pytest.mark.full
