@@ -89,8 +89,8 @@ once() { # name, most seconds, command: skipped if it has succeeded
 
 bench() { # name, most seconds, arguments of benchmarks
   local name=$1 most=$2 part=$3 result=$out/$slice/$1.json
-  local line=("$python" -m benchmarks "${@:3}" "device=$device" --json "$result")
   if ! wanted "$name"; then return; fi
+  local line=("$python" -m benchmarks "${@:3}" "device=$device" --json "$result")
   case $part in
   step | compare)
     line+=(--no-parity "${rounds[@]}" "${trace[@]}")
@@ -220,6 +220,14 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
   fi
   for slice in "${slices[@]}"; do
     if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are a b c d e f" >&2 && exit 2; fi
+  done
+  local word listed
+  listed=$(stage=list && for slice in "${slices[@]}"; do slice_$slice; done)
+  for word in ${ONLY:-}; do
+    if ! grep -q "^. $word:" <<<"$listed"; then echo "error: ONLY: ${slices[*]} measure no $word" >&2 && exit 2; fi
+  done
+  for word in ${STAGES:-}; do
+    if [[ $word != times && $word != check ]]; then echo "error: STAGES: $word is neither times nor check" >&2 && exit 2; fi
   done
   unpack || exit
   export PEERS_DIR=${PEERS_DIR:-peers}

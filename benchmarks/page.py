@@ -35,9 +35,9 @@ SLICES = {
     "e": ("60m on real text: cola, lowrank", ("runs",)),
     "f": ("60m on real text: lost, lax, cola_lax", ("runs",)),
 }
-KINDS = {  # of kernels, by their names; those of the optimizer also compute the norm of the gradient
-    "products": "nvjet|gemm|cutlass|splitK",
+KINDS = {  # of kernels, by their names: the first that fits; those of the optimizer also compute the gradient's norm
     "attention": "sdpa|cudnn::fusion|flash|fmha",
+    "products": "nvjet|gemm|cutlass|splitK",
     "fused": "^triton",
     "optimizer": "multi_tensor_apply",
     "copies": "^Memcpy",
@@ -46,6 +46,9 @@ HEAD = """# What was measured on a GPU
 
 `python -m benchmarks.page` writes this page from `gpu.jsonl.gz`; `benchmarks/gpu.sh` measures. [Benchmarks](README.md)
 explains how, and what was expected. In a row marked *unchecked*, the losses have not been compared yet.
+
+A table of kernels is of one traced update. It sorts the 30 kernels that took longest in all. The others are in the
+column *other*; a blank kind is not among the 30. Attention by plain products, as in CoLA's step, counts as products.
 """
 
 
@@ -111,6 +114,8 @@ def section(name: str, line: dict) -> str:
     if traced := [variant for variant in line["variants"] if variant.get("traced")]:
         shown.append(kernels(traced))
     about = f"{shape}{', '.join(fact for fact in facts if fact)}; {commits}."
+    if note := line.get("note"):
+        shown.append(note)
     return "\n".join((f"### {name}\n", about, "", f"`{line['command']}`", "", "\n\n".join(shown), ""))
 
 
@@ -124,7 +129,7 @@ def products(rows: list[dict]) -> str:
 
 
 def kernels(variants: list[dict]) -> str:
-    """The time of one traced update's kernels, by kind; other ones, and those not among its 30 longest, in a column."""
+    """The time of one traced update's kernels, by kind."""
     rows = []
     for variant in variants:
         found = variant["traced"]
@@ -133,9 +138,9 @@ def kernels(variants: list[dict]) -> str:
             if kind := next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None):
                 times[kind] += ms
         other = max(0.0, found["busy_ms"] - sum(times.values()))
-        calls = f"{found['calls_ms']:.1f}" if "calls_ms" in found else ""
-        rows.append([variant["name"], *(f"{ms:.1f}" for ms in (*times.values(), other)), str(found["kernels"]), calls])
-    header = ["ms of kernels", *KINDS, "other", "number", "host in CUDA's calls, ms"]
+        shown = [f"{ms:.1f}" if ms else "" for ms in (*times.values(), other, found.get("calls_ms"))]
+        rows.append([variant["name"], *shown, str(found["kernels"])])
+    header = ["ms of kernels", *KINDS, "other", "host, in CUDA's calls", "number of kernels"]
     return markdown_table(header, rows, right=range(1, len(header)))
 
 

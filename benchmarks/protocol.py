@@ -55,13 +55,13 @@ def interleaved(
 def traced(action: Callable[[], object], device: torch.device) -> dict:
     """The ``summary`` of the kernels that the device runs during ``action``.
 
-    ``calls_ms`` is the host's time in calls of CUDA, which launch them.
+    ``calls_ms`` is the host's time in the calls of CUDA that launch them. It includes waiting while the queue is full.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         action()
         torch.cuda.synchronize(device)
     events = [(e.time_range.start, e.time_range.end, e.name, on_gpu(e)) for e in seen.events()]
-    calls = [end - start for start, end, name, on in events if not on and name.startswith("cu") and "Sync" not in name]
+    calls = [end - start for start, end, name, on in events if not on and "Launch" in name]
     return summary([event[:3] for event in events if event[3]]) | {"calls_ms": sum(calls) / 1e3}
 
 
