@@ -1,11 +1,10 @@
 """Plan a run: ``python scripts/plan.py scale=1b backbone=cola dlr=on``, with the overrides of train.py."""
 
-import argparse
 import json
 import sys
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.util.errors import Parser, at_least_1, command
+from dlr_pretrain.util.errors import Parser, at_least_1, command, share
 
 
 def main() -> int:
@@ -15,7 +14,7 @@ def main() -> int:
         epilog="All other arguments are overrides of train.py.",
         allow_abbrev=False,
     )
-    add, mfu = parser.add_argument, "model FLOPs utilisation (default: 0.11, and what one H100 has reached, 0.2 to 0.4)"
+    add, mfu = parser.add_argument, "model FLOPs utilisation (default: 0.11, and what CoLA has reached on an H100)"
     add("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     add("--mfu", type=share, metavar="SHARE", help=mfu)
     add("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
@@ -26,17 +25,6 @@ def main() -> int:
             parser.error("--table1 shows the recipes as they stand: only --json goes with it")
         return command(lambda: print(table1(given.json)))
     return command(lambda: print(one(words, given.gpus or 1, given.mfu, given.json)))
-
-
-def share(text: str) -> float:
-    """A number above 0 and at most 1, as the type of an argument."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0 and at most 1")
-    return value
 
 
 def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:

@@ -23,7 +23,7 @@ from dlr_pretrain.launch.local import LOG
 from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.state import queue, status_of
 from dlr_pretrain.launch.submit import start
-from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, write_to_stderr
+from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, share, write_to_stderr
 from dlr_pretrain.util.process import cores
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sft-data", default=paper.SFT_DATA, metavar="FILE", help="instructions (default: %(default)s, on the hub)")
     add("--task-data", default="", metavar="DIR", help="documents of the tasks (default: the hub's)")
     add("--gpu", default="NVIDIA H100 80GB HBM3", metavar="NAME", help="hours on this GPU (default: %(default)s)")
-    add("--mfu", type=float, metavar="SHARE", help="utilisation assumed for the hours (default: see scripts/plan.py)")
+    add("--mfu", type=share, metavar="SHARE", help="utilisation assumed for the hours (default: see scripts/plan.py)")
     return made
 
 
@@ -166,7 +166,7 @@ def show(works: Sequence[Work], given: argparse.Namespace, briefly: bool) -> Non
         print(f"{'':11}state      {work.state()}")
         print(f"{'':11}GPU hours  {total([hours[run.dir] for run in work.runs])}")
         print(f"{'':11}next       {work.next_command(given.again)}")
-    assumed = f"an assumed MFU of {given.mfu:g}" if given.mfu else "from the MFU of our step down to the paper's"
+    assumed = "between the MFU of our step and the paper's" if given.mfu is None else f"at an MFU of {given.mfu:g}"
     print(f"\nGPU hours are of {named[0]}, at a measured speed or {assumed}. Items share runs.")
 
 

@@ -48,9 +48,10 @@ from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
 # Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
-# H100 (benchmarks/gpu.md), by hidden size (60m, 1b). With FEW positions per GPU the host limits it (1b).
-LEAST_MFU, MOST_MFU = 0.11, {512: 0.21, 2048: 0.40}
-FEW, MOST_MFU_OF_FEW = 4096, 0.20
+# H100 (benchmarks/gpu.md) at 60m and at 1b, by their hidden sizes. Its host took HOST_SECONDS to launch the work of a
+# block for a micro-batch, at both. With few sequences this takes longer than the work itself.
+LEAST_MFU, MFU_AT_60M, MFU_AT_1B = 0.11, 0.21, 0.40
+HOST_SECONDS = 2.9e-3
 # Bytes/s per GPU and direction in large collectives: 0.8 of NVLink 4's, and of a network with 400 Gb/s per GPU.
 NVLINK, NETWORK = 360e9, 40e9
 # Seconds per step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
@@ -60,10 +61,17 @@ COMPILED = "compiled code takes less, for example 0.75 of the peak at 60m and 0.
 
 
 def utilisations(cfg: Config, ranks: int = 1) -> tuple[float, float]:
-    """The least and the most utilisation to expect on ``ranks`` GPUs; between measured sizes it is interpolated."""
-    most = round(float(np.interp(cfg.scale.hidden_size, list(MOST_MFU), list(MOST_MFU.values()))), 2)
-    few = cfg.train.global_batch * cfg.train.seq_len // ranks <= FEW
-    return LEAST_MFU, min(most, MOST_MFU_OF_FEW) if few else most
+    """The least and the most utilisation to expect on ``ranks`` GPUs. Between the measured sizes it is interpolated.
+
+    With train.micro_batch=auto a GPU's share of the batch is taken as one micro-batch.
+    """
+    rows, micro_batch = cfg.train.global_batch // ranks, cfg.train.micro_batch
+    micro_batches = 1 if micro_batch == "auto" else rows // cfg.micro_batch(ranks)
+    flops = flops_per_token(cfg, cfg.planned_vocab_size, rows // micro_batches) * rows * cfg.train.seq_len
+    by_host = flops / (HOST_SECONDS * cfg.scale.num_layers * micro_batches * PEAK_FLOPS[GPU])
+    by_gpu = float(np.interp(cfg.scale.hidden_size, (512, 2048), (MFU_AT_60M, MFU_AT_1B)))
+    most = float(f"{min(by_gpu, by_host):.2g}")
+    return min(LEAST_MFU, most), most
 
 
 def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
@@ -73,6 +81,7 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
     positions = batch * cfg.train.seq_len
     tokens = cfg.train.steps * positions
     flops = flops_per_token(cfg, vocab_size, micro_batch)
+    shares = dict.fromkeys(utilisations(cfg, ranks)) if mfu is None else [mfu]
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups, text = ("scale", "backbone", "dlr", "optimizer", "precision"), cfg.data.root or cfg.data.source
     return {
@@ -95,7 +104,7 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
         "steps": cfg.train.steps,
         "warmup_steps": cfg.warmup_steps,
         "tokens": tokens,
-        "speed": _speed(cfg, vocab_size, ranks, flops, [mfu] if mfu else utilisations(cfg, ranks)),
+        "speed": _speed(cfg, vocab_size, ranks, flops, shares),
         "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
 
@@ -177,7 +186,7 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     })  # fmt: skip
 
 
-def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, shares: Sequence[float]) -> dict | None:
+def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, shares: Iterable[float]) -> dict | None:
     """Tokens/s of all GPUs and hours of the whole run, from FLOPs and utilisation alone, and the waiting."""
     if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the known peaks are of bf16 products
         return None

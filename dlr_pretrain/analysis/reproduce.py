@@ -11,7 +11,7 @@ from string import Template
 
 from dlr_pretrain.analysis import paper_views
 from dlr_pretrain.analysis.paper import SLURM, Item, Program, items, load_each, without_seed
-from dlr_pretrain.analysis.plan import GPU, LEAST_MFU, MOST_MFU, sizes, utilisations
+from dlr_pretrain.analysis.plan import GPU, LEAST_MFU, MFU_AT_1B, MFU_AT_60M, sizes, utilisations
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
 from dlr_pretrain.analysis.tables import Table
 from dlr_pretrain.config.written import read_record
@@ -73,7 +73,7 @@ def hours_of(works: Sequence[Work], gpu: str, mfu: float | None = None) -> dict[
     hours = {}
     for run, size in zip(runs.values(), sizes(run.cfg for run in runs.values()), strict=True):
         positions = run.cfg.train.steps * run.cfg.train.global_batch * run.cfg.train.seq_len
-        shares = [mfu] if mfu else reversed(utilisations(run.cfg))
+        shares = reversed(utilisations(run.cfg)) if mfu is None else [mfu]
         rates = [PEAK_FLOPS[gpu] * share / size.flops for share in shares]
         if speed := speeds.get(without_seed(run.line)):
             rates = [speed]
@@ -144,7 +144,7 @@ def documentation() -> str:
     template = Template(Path(__file__).with_name("reproduce.md").read_text(encoding="utf-8"))
     return template.substitute(
         table=markdown_table(header, rows, right=range(2, len(header))), gpu=GPU,
-        small=MOST_MFU[512], large=f"{MOST_MFU[2048]:.2f}", paper=LEAST_MFU,
+        small=f"{MFU_AT_60M:.2f}", large=f"{MFU_AT_1B:.2f}", paper=f"{LEAST_MFU:.2f}",
         sections="\n\n".join(map(_section, items().values())), slurm=SLURM, one_gpu=ONE_GPU,
     )  # fmt: skip
 

@@ -177,3 +177,14 @@ def at_least_1(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    """Converts an argument to a number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ArgumentTypeError(f"{text!r}: must be a number above 0 and at most 1")
+    return value
