@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, E] of the half-split rotary embedding."""
+    """cos and sin [T, E] of the half-split rotary embedding, computed in ``dtype``: at least fp32."""
     frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
     angle = torch.outer(torch.arange(positions, dtype=dtype, device=device), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
@@ -205,8 +205,8 @@ class Llama(nn.Module):
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
-        wide = at_least_fp32(self.lm_head.weight.dtype)
-        cos, sin = self.rotary(ids.shape[1], self.head_width, wide, ids.device)
+        dtype = at_least_fp32(self.lm_head.weight.dtype)
+        cos, sin = self.rotary(ids.shape[1], self.head_width, dtype, ids.device)
         return self.model(ids, cos, sin, documents)
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:

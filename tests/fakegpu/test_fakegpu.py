@@ -135,7 +135,7 @@ def test_dlr_adds_the_launches_that_the_docs_say_and_no_product(update, precisio
 
 
 def test_cos_and_sin_are_computed_once_a_micro_batch(update):
-    """Not in each block, where an H100 took a sixth of an update of 60m for them."""
+    """Not in each block: there an H100 took a seventh of an update of 60m for them."""
     (found,) = update(*COMPILED_COLA, "dlr=on", "train.global_batch=8", "train.micro_batch=4")
     assert found["waves"] == 2 * 2
 
