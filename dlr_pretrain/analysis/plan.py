@@ -60,15 +60,16 @@ RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
 COMPILED = "compiled code takes less, for example 0.75 of the peak at 60m and 0.82 at 1b"
 
 
-def utilisations(cfg: Config, ranks: int = 1) -> tuple[float, float]:
-    """The least and the most utilisation to expect on ``ranks`` GPUs. Between the measured sizes it is interpolated.
+def utilisations(cfg: Config, flops: float, ranks: int = 1) -> tuple[float, float]:
+    """The least and the most utilisation to expect on ``ranks`` GPUs, for a model of ``flops`` per token.
 
-    With train.micro_batch=auto a GPU's share of the batch is taken as one micro-batch.
+    Between the measured sizes the most is interpolated. With train.micro_batch=auto a GPU's share of the batch counts
+    as one micro-batch.
     """
     rows, micro_batch = cfg.train.global_batch // ranks, cfg.train.micro_batch
     micro_batches = 1 if micro_batch == "auto" else rows // cfg.micro_batch(ranks)
-    flops = flops_per_token(cfg, cfg.planned_vocab_size, rows // micro_batches) * rows * cfg.train.seq_len
-    by_host = flops / (HOST_SECONDS * cfg.scale.num_layers * micro_batches * PEAK_FLOPS[GPU])
+    host_seconds = HOST_SECONDS * cfg.scale.num_layers * micro_batches
+    by_host = flops * rows * cfg.train.seq_len / (host_seconds * PEAK_FLOPS[GPU])
     by_gpu = float(np.interp(cfg.scale.hidden_size, (512, 2048), (MFU_AT_60M, MFU_AT_1B)))
     most = float(f"{min(by_gpu, by_host):.2g}")
     return min(LEAST_MFU, most), most
@@ -81,7 +82,7 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
     positions = batch * cfg.train.seq_len
     tokens = cfg.train.steps * positions
     flops = flops_per_token(cfg, vocab_size, micro_batch)
-    shares = dict.fromkeys(utilisations(cfg, ranks)) if mfu is None else [mfu]
+    shares = dict.fromkeys(utilisations(cfg, flops, ranks)) if mfu is None else [mfu]
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups, text = ("scale", "backbone", "dlr", "optimizer", "precision"), cfg.data.root or cfg.data.source
     return {

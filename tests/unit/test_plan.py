@@ -14,6 +14,7 @@ from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build_model
+from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.models.memory import memory, step_bytes
 from dlr_pretrain.optim.optimizer import state_bytes
 from tests.conftest import main_of
@@ -125,7 +126,8 @@ def test_time_follows_from_flops_and_utilisation():
         ("scale=1b", 64, 0.099),
     ]:
         cfg = config(*words.split(), "backbone=cola", ranks=ranks)
-        assert utilisations(cfg, ranks) == (min(0.11, most), most)
+        flops = flops_per_token(cfg, 32_000, cfg.micro_batch(ranks))
+        assert utilisations(cfg, flops, ranks) == (min(0.11, most), most)
     assert slow["tokens_per_second"] == pytest.approx(1_044_264, rel=0.01)
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
