@@ -143,7 +143,7 @@ def settings_table(found: Runs) -> Iterator[Table]:
 
 
 def pairs_table(found: Runs) -> Iterator[Table]:
-    """Yields a table of backbones with DLR on against off, all else equal, by seed; nothing if there are no pairs."""
+    """Yields a table that compares each backbone with and without DLR by seed. There is none without such a pair."""
     plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
     rows, notes = [], ["Differences are between runs with the same seed: mean ± standard deviation."]
     for group, of in found.groups():
