@@ -78,23 +78,23 @@ limited() { # name, most seconds, command: logs its output in the slice's log; i
   return $code
 }
 
-wanted() { [ -z "${ONLY:-}" ] || [[ " $ONLY " = *" $1 "* ]]; } # name
-
-ended() { [ -e "$out/$slice/done" ] && grep -qx "$1" "$out/$slice/done"; } # name
+due() { # name: whether it is wanted, and has not succeeded
+  if [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" $1 "* ]]; then return 1; fi
+  ! { [ -e "$out/$slice/done" ] && grep -qx "$1" "$out/$slice/done"; }
+}
 
 once() { # name, most seconds, command: skipped if it has succeeded
-  if [ "$stage" = check ] || ended "$1" || ! wanted "$1"; then return; fi
+  if [ "$stage" = check ] || ! due "$1"; then return; fi
   if limited "$@"; then echo "$1" >>"$out/$slice/done"; fi
 }
 
 bench() { # name, most seconds, arguments of benchmarks
   local name=$1 most=$2 part=$3 result=$out/$slice/$1.json
-  if ! wanted "$name"; then return; fi
   local line=("$python" -m benchmarks "${@:3}" "device=$device" --json "$result")
   case $part in
   step | compare)
     line+=(--no-parity "${rounds[@]}" "${trace[@]}")
-    if ended "$name"; then return; fi
+    if ! due "$name"; then return; fi
     if [ "$stage" = check ]; then # also repeats times with too few rounds
       if limited "$name-parity" "$most" "${line[@]}"; then echo "$name" >>"$out/$slice/done"; fi
     elif [ ! -e "$result" ]; then
@@ -157,7 +157,7 @@ slice_d() { # few sequences, where the host may limit the speed
   local cold=${TMPDIR:-/tmp}/dlr_pretrain_cold.$UID
   bench few-1b 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
   TORCHINDUCTOR_CPP_WRAPPER=1 bench few-1b-cpp 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
-  if [ "$stage" = times ] && ! ended cold; then rm -rf "$cold"; fi
+  if [ "$stage" = times ] && due cold; then rm -rf "$cold"; fi
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench cold 240 memory "${scales[@]}"
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench warm 120 memory "${scales[@]}"
   bench autotune-60m 300 step scale=60m backbone=cola dlr=on "train.global_batch=$rows_60m" \
@@ -222,7 +222,7 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
     if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are a b c d e f" >&2 && exit 2; fi
   done
   local word listed
-  listed=$(stage=list && for slice in "${slices[@]}"; do slice_$slice; done)
+  listed=$(stage=list out=/dev/null && for slice in "${slices[@]}"; do slice_$slice; done) # with what has succeeded
   for word in ${ONLY:-}; do
     if ! grep -q "^. $word:" <<<"$listed"; then echo "error: ONLY: ${slices[*]} measure no $word" >&2 && exit 2; fi
   done

@@ -60,9 +60,10 @@ def traced(action: Callable[[], object], device: torch.device) -> dict:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         action()
         torch.cuda.synchronize(device)
-    events = [(e.time_range.start, e.time_range.end, e.name, on_gpu(e)) for e in seen.events()]
-    calls = [end - start for start, end, name, on in events if not on and "Launch" in name]
-    return summary([event[:3] for event in events if event[3]]) | {"calls_ms": sum(calls) / 1e3}
+    events = seen.events()
+    found = summary([(e.time_range.start, e.time_range.end, e.name) for e in events if on_gpu(e)])
+    calls = sum(e.time_range.elapsed_us() for e in events if not on_gpu(e) and "Launch" in e.name)
+    return found | {"calls_ms": calls / 1e3}
 
 
 def summary(kernels: Iterable[tuple[float, float, str]]) -> dict:
