@@ -47,10 +47,11 @@ class RMSNorm(nn.Module):
 
 
 def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, E] of the half-split rotary embedding, computed in ``dtype``: at least fp32."""
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
-    angle = torch.outer(torch.arange(positions, dtype=dtype, device=device), frequency).repeat(1, 2)
-    return angle.cos(), angle.sin()
+    """cos and sin [T, E] of the half-split rotary embedding, computed in fp32 (fp64 for fp64)."""
+    wide = at_least_fp32(dtype)
+    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
+    angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def attention_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,13 +171,15 @@ class Body(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
+        self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, cfg.backbone.layer, i, alignment) for i in range(cfg.scale.num_layers))
         self.norm = RMSNorm(cfg.scale.hidden_size)
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        """ids [B, T] -> the input [B, T, D] of the head."""
         x = self.embed_tokens(ids)
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
         bias = None if documents is None else attention_bias(documents, x.dtype)
         carried = NO_CARRY
         for block in self.layers:
@@ -198,39 +201,29 @@ class Llama(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int = ALIGNMENT):
         super().__init__()
-        self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
         self.model = Body(cfg, vocab_size, alignment)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
-        self.score, self.rotary = score, rotary
-
-    def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        """ids [B, T] -> the input [B, T, D] of the head."""
-        dtype = at_least_fp32(self.lm_head.weight.dtype)
-        cos, sin = self.rotary(ids.shape[1], self.head_width, dtype, ids.device)
-        return self.model(ids, cos, sin, documents)
+        self.score = score
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        return self.lm_head(self.hidden(ids, documents))
+        return self.lm_head(self.model(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The summed (not averaged) cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
-        x = self.hidden(ids, documents).flatten(0, -2)
+        x = self.model(ids, documents).flatten(0, -2)
         return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
 
-    def compile_(self, whole: bool = False, mode: str | None = None) -> None:
-        """Compile the blocks (with ``whole``: everything before the head) and the loss in place.
+    def compile_(self, mode: str | None = None) -> None:
+        """Compile the blocks, the last norm and the loss in place. All blocks of a kind share one graph.
 
         Parameter names do not change. The products of the head are not compiled, because the loss cuts them into a
         varying number of pieces. ``mode`` is passed to torch.compile.
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
         self.score = compiled(score)
-        modules: list[nn.Module] = [*self.model.layers, self.model.norm]
-        if whole:
-            modules = [self.model]
-            self.rotary = compiled(rotary)  # apart: in the same graph, every block would compute cos and sin again
-        for module in modules:
+        module: nn.Module
+        for module in (*self.model.layers, self.model.norm):
             module.forward = compiled(module.forward)  # not the module: FSDP's hooks stay outside the graph
 
     @torch.no_grad()

@@ -26,8 +26,6 @@ from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import WORKING_DTYPE, global_norm
 
-ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
-
 
 def shard_(cfg: Config, model: Llama) -> None:
     """Shard the parameters of ``model``: this rank keeps its rows.
@@ -106,22 +104,19 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return torch.sqrt(square + global_norm(whole).square() if whole else square)
 
 
-def compile_(cfg: Config, model: Llama, world_size: int) -> None:
-    """Compile ``model`` in place: as one graph on one GPU and up to 350m, else block by block.
+def compile_(cfg: Config, model: Llama) -> None:
+    """Compile ``model`` in place, block by block.
 
-    The backward pass of one graph yields all gradients at its end, so that ranks could not overlap their reduction with
-    it. Activation checkpointing recomputes block by block.
+    A start compiles one block of a kind, not all of them, and ranks can reduce the gradients of a block while those of
+    the previous one are computed. One graph of the whole model would move as many bytes.
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
     torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
     # Keep what the compiler derives from a graph for the next start, although the layers have an autograd function. Its
     # code is part of the cache's key. torch has no public name for this setting.
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    alone = world_size == 1 and not is_fsdp(model) and model.lm_head.weight.is_cuda
-    small = sum(p.numel() for p in model.parameters()) <= ONE_GRAPH
     # No CUDA graphs: their replays overwrite gradients that the sum over micro-batches still needs
-    mode = "max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None
-    model.compile_(alone and small and cfg.train.activation_checkpointing == "none", mode)
+    model.compile_("max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None)
 
 
 def _summed(_, bucket):  # DDP refuses annotations that are strings

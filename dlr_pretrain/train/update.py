@@ -56,7 +56,7 @@ class Update:
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, optimizer: Optimizer):
         self.cfg, self.ranks, self.model, self.optimizer = cfg, ranks, model, optimizer
         if cfg.compile:
-            parallel.compile_(cfg, model, ranks.world_size)
+            parallel.compile_(cfg, model)
         self.module, self.parameters = parallel.replicated(model, ranks.world_size), list(model.parameters())
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included

@@ -134,12 +134,6 @@ def test_dlr_adds_the_launches_that_the_docs_say_and_no_product(update, precisio
     assert on["launches"] - off["launches"] == DLR_LAUNCHES[precision]
 
 
-def test_cos_and_sin_are_computed_once_a_micro_batch(update):
-    """Not in each block: there an H100 took a seventh of an update of 60m for them."""
-    (found,) = update(*COMPILED_COLA, "dlr=on", "train.global_batch=8", "train.micro_batch=4")
-    assert found["waves"] == 2 * 2
-
-
 @pytest.mark.parametrize("words", [
     *((f"backbone={name}",) for name in ("lowrank", "cola", "lost", "lax", "cola_lax", "full", "lora")),
     ("precision=bf16_mixed", "backbone=cola", "train.micro_batch=4"),

@@ -5,7 +5,6 @@ waits           calls for which the host waits for the device: as torch reports 
 to_device       bytes of each copy from the host
 launches        kernels, products, copies, fills and collectives
 triton, products, collectives     of these, by kind; triton_bytes: read and written by the Triton kernels
-waves           launches of Triton kernels that compute cosines or sines
 peak, planned   bytes: of the device's allocator without the workspaces of products, and of the plan
 graph_breaks    of all updates; recompiled: graphs that were compiled after the first update
 uncached        graphs that the compiler does not keep for a later start
@@ -40,12 +39,11 @@ STEADY = 11  # the update that is reported: compiled, with the optimizer's state
 LAUNCHES = {"K": "kernels", "T": "triton", "G": "products", "N": "collectives", "MEMSET": "fills", "C": "copies"}
 
 
-class TritonKernels:
-    """Sums the bytes of the tensors that Triton kernels are given (what is changed in place counts twice), and counts
-    the kernels that compute cosines or sines."""
+class TritonBytes:
+    """Sums the bytes of the tensors that Triton kernels are given; what is changed in place counts twice."""
 
     def __init__(self):
-        self.bytes, self.waves, self.launch = 0, 0, CachingAutotuner.run
+        self.total, self.launch = 0, CachingAutotuner.run
         CachingAutotuner.run = lambda kernel, *args, **options: self.run(kernel, *args, **options)
 
     def stop(self) -> None:
@@ -54,8 +52,7 @@ class TritonKernels:
     def run(self, kernel: CachingAutotuner, *args, **options):
         for name, value in zip(kernel.fn.arg_names, args, strict=False):
             if isinstance(value, torch.Tensor):
-                self.bytes += value.nbytes * (2 if name.startswith("in_out") else 1)
-        self.waves += any(f"{wave}(" in kernel.fn.src for wave in ("cos", "sin"))
+                self.total += value.nbytes * (2 if name.startswith("in_out") else 1)
         return self.launch(kernel, *args, **options)
 
 
@@ -72,7 +69,7 @@ def logged(path: Path) -> list[list[str]]:
 
 def main(words: list[str]) -> dict:
     cfg = load([*words, "data=sample", "logger=jsonl", "device=cuda"], int(os.environ.get("WORLD_SIZE", "1")))
-    vocab_size, triton = cfg.planned_vocab_size, TritonKernels()
+    vocab_size, moved = cfg.planned_vocab_size, TritonBytes()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN itself needs a device; flash attention is torch's own
     with Ranks(cfg) as ranks:
         ranks.use_device()
@@ -85,7 +82,7 @@ def main(words: list[str]) -> dict:
         for index in range(STEADY):
             pending.append(to_host(update(batch, index, 1e-3)))
             graphs.append(counters["stats"]["unique_graphs"])
-        triton.bytes = triton.waves = 0
+        moved.total = 0
         torch.cuda.reset_peak_memory_stats()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -96,7 +93,7 @@ def main(words: list[str]) -> dict:
             torch.cuda.set_sync_debug_mode("default")
         peak = torch.cuda.max_memory_allocated() - workspaces
         planned = planned_memory(cfg, vocab_size, ranks.world_size)
-        triton.stop()  # it would take a twentieth of the time
+        moved.stop()  # it would take a twentieth of the time
         seconds = []
         for index in range(STEADY + 1, STEADY + 1 + TIMED):
             start = time.process_time()
@@ -114,8 +111,7 @@ def main(words: list[str]) -> dict:
         "to_device": [int(copy[2]) for copy in copies if copy[1].startswith("H2D")],
         "launches": kinds.total(),
         **{kind: kinds[kind] for kind in LAUNCHES.values()},
-        "triton_bytes": triton.bytes,
-        "waves": triton.waves,
+        "triton_bytes": moved.total,
         "peak": peak,
         "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),

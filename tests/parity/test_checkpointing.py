@@ -29,7 +29,7 @@ def kept_by(act: Callable[[], object], model: nn.Module) -> list[torch.UntypedSt
 
 def kept(model: Llama, positions: int = 32) -> float:
     """Values per position that are alive between the forward and the backward pass."""
-    storages = kept_by(lambda: model.hidden(torch.randint(0, VOCAB, (2, positions // 2))), model)
+    storages = kept_by(lambda: model.model(torch.randint(0, VOCAB, (2, positions // 2))), model)
     return sum(storage.nbytes() for storage in storages) / positions / 4  # fp32
 
 
