@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def shard_(cfg: Config, model: Llama) -> None:
         sharded_module = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded_module.set_gradient_divide_factor(1.0)
         sharded_module.set_force_sum_reduction_for_comms(True)
+    for module, following in pairwise((model, *model.model.layers)):
+        module.set_modules_to_forward_prefetch([following])  # torch does so only in the backward pass
 
 
 def is_fsdp(model: Llama) -> bool:

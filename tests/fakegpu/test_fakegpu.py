@@ -160,6 +160,8 @@ def test_several_ranks(update, parallel, ranks, compiled):
         assert found["waits"] == []
         assert found["graph_breaks"] == {} and found["recompiled"] == 0
         assert found["collectives"] > 2
+        # the counts; under FSDP embedding and head, the first block, and the second before the first computes
+        assert found["ahead"] == (1 if parallel == "ddp" else 4)
         if compiled == "compile=false":
             assert least * found["planned"] < found["peak"] < most * found["planned"]
 

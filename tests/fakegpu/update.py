@@ -5,6 +5,7 @@ waits           calls for which the host waits for the device: as torch reports 
 to_device       bytes of each copy from the host
 launches        kernels, products, copies, fills and collectives
 triton, products, collectives     of these, by kind; triton_bytes: read and written by the Triton kernels
+ahead           collectives before the first product
 peak, planned   bytes: of the device's allocator without the workspaces of products, and of the plan
 graph_breaks    of all updates; recompiled: graphs that were compiled after the first update
 uncached        graphs that the compiler does not keep for a later start
@@ -102,6 +103,7 @@ def main(words: list[str]) -> dict:
         ranks.gather(None)  # all ranks have ended
     lines = logged(Path(os.environ["FAKECUDA_LOG"]))
     kinds = Counter(LAUNCHES[line[0]] for line in lines if line[0] in LAUNCHES)
+    products = [index for index, line in enumerate(lines) if line[0] == "G"]
     copies = [line[1:] for line in lines if line[0] == "C"]
     waits = [f"{w.filename}:{w.lineno} {w.message}" for w in seen if "called a synchronizing" in str(w.message)]
     waits += [" ".join(line) for line in lines if line[0] == "S"]
@@ -112,6 +114,7 @@ def main(words: list[str]) -> dict:
         "launches": kinds.total(),
         **{kind: kinds[kind] for kind in LAUNCHES.values()},
         "triton_bytes": moved.total,
+        "ahead": sum(line[0] == "N" for line in lines[: products[0]]),
         "peak": peak,
         "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),
