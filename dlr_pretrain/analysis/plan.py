@@ -9,8 +9,9 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     memory            bytes on one GPU, for eager code, see ``models.memory``; total is the peak
     disk              checkpoint: its bytes; to write it, all ranks together pin as many bytes of host memory.
                       run: the most bytes on the disk at any time, reached while a checkpoint is being written
-    batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own; micro_batch is
-                      then the scale's), micro_batches (per rank and update), seq_len, positions
+    batch             ranks, shards (of a copy of the state), global_batch, micro_batch, auto (whether a run on a GPU
+                      chooses its own; micro_batch is then the scale's), micro_batches (per rank and update), seq_len,
+                      positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
                       which a GPU waits for others, on top of hours; null in fp32
@@ -48,10 +49,12 @@ from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
 # Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
-# H100 (benchmarks/gpu.md) at 60m and at 1b, by their hidden sizes. Its host took HOST_SECONDS to launch the work of a
-# block for a micro-batch, at both. With few sequences this takes longer than the work itself.
+# H100 (benchmarks/gpu.md) at 60m and at 1b, by their hidden sizes.
 LEAST_MFU, MFU_AT_60M, MFU_AT_1B = 0.11, 0.21, 0.40
-HOST_SECONDS = 2.9e-3
+# Seconds in which that H100's host launches a block's work for a micro-batch: measured on one GPU, at 60m and at 1b. On
+# several in proportion to the launches on stand-in ranks; FSDP's hooks come on top (benchmarks/README.md). With few
+# sequences the host takes longer than the GPU.
+HOST_SECONDS = {"one GPU": 2.9e-3, "ddp": 3.6e-3, "fsdp": 4.6e-3, "hsdp": 5.1e-3}
 # Bytes/s per GPU and direction in large collectives: 0.8 of NVLink 4's, and of a network with 400 Gb/s per GPU.
 NVLINK, NETWORK = 360e9, 40e9
 # Seconds per step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
@@ -68,7 +71,7 @@ def utilisations(cfg: Config, flops: float, ranks: int = 1) -> tuple[float, floa
     """
     rows, micro_batch = cfg.train.global_batch // ranks, cfg.train.micro_batch
     micro_batches = 1 if micro_batch == "auto" else rows // cfg.micro_batch(ranks)
-    host_seconds = HOST_SECONDS * cfg.scale.num_layers * micro_batches
+    host_seconds = HOST_SECONDS[cfg.parallel.name if ranks > 1 else "one GPU"] * cfg.scale.num_layers * micro_batches
     by_host = flops * rows * cfg.train.seq_len / (host_seconds * PEAK_FLOPS[GPU])
     by_gpu = float(np.interp(cfg.scale.hidden_size, (512, 2048), (MFU_AT_60M, MFU_AT_1B)))
     most = float(f"{min(by_gpu, by_host):.2g}")
@@ -95,6 +98,7 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
         "disk": disk_bytes(cfg, vocab_size),
         "batch": {
             "ranks": ranks,
+            "shards": cfg.shards(ranks),
             "global_batch": batch,
             "micro_batch": micro_batch,
             "auto": cfg.train.micro_batch == "auto" and cfg.device != "cpu",
@@ -262,6 +266,8 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "arithmetic", f"{flops}, forward and backward"
     factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
     yield "batch", f"{batch['positions']:,} tokens = {factors} (ranks, micro-batches, sequences, length)"
+    if (shards := batch["shards"]) > 1:
+        yield "state", f"on {batch['ranks'] // shards} x {shards} ranks (copies, shards)"
     steps = f"{p['steps']:,} updates, {p['warmup_steps']:,} of them warm-up"
     yield "steps", f"{steps}; {amount(p['tokens'])} tokens, padding included"
     checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB per checkpoint, and as much host memory over all ranks"
