@@ -51,10 +51,10 @@ GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which 
 # Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
 # H100 (benchmarks/gpu.md) at 60m and at 1b, by their hidden sizes.
 LEAST_MFU, MFU_AT_60M, MFU_AT_1B = 0.11, 0.21, 0.40
-# Seconds in which that H100's host launches a block's work for a micro-batch: measured on one GPU, at 60m and at 1b. On
-# several in proportion to the launches on stand-in ranks; FSDP's hooks come on top (benchmarks/README.md). With few
+# Seconds in which that H100's host launches a block's work for a micro-batch: measured on one GPU, at 60m and at 1b.
+# For FSDP they grow with its launches on stand-in ranks, and its own code comes on top (benchmarks/README.md). With few
 # sequences the host takes longer than the GPU.
-HOST_SECONDS = {"one GPU": 2.9e-3, "ddp": 3.6e-3, "fsdp": 4.6e-3, "hsdp": 5.1e-3}
+HOST_SECONDS = {"ddp": 2.9e-3, "fsdp": 4.6e-3, "hsdp": 5.1e-3}
 # Bytes/s per GPU and direction in large collectives: 0.8 of NVLink 4's, and of a network with 400 Gb/s per GPU.
 NVLINK, NETWORK = 360e9, 40e9
 # Seconds per step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
@@ -71,7 +71,7 @@ def utilisations(cfg: Config, flops: float, ranks: int = 1) -> tuple[float, floa
     """
     rows, micro_batch = cfg.train.global_batch // ranks, cfg.train.micro_batch
     micro_batches = 1 if micro_batch == "auto" else rows // cfg.micro_batch(ranks)
-    host_seconds = HOST_SECONDS[cfg.parallel.name if ranks > 1 else "one GPU"] * cfg.scale.num_layers * micro_batches
+    host_seconds = HOST_SECONDS[cfg.parallel.name] * cfg.scale.num_layers * micro_batches
     by_host = flops * rows * cfg.train.seq_len / (host_seconds * PEAK_FLOPS[GPU])
     by_gpu = float(np.interp(cfg.scale.hidden_size, (512, 2048), (MFU_AT_60M, MFU_AT_1B)))
     most = float(f"{min(by_gpu, by_host):.2g}")

@@ -65,7 +65,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     residuals = _residual_bytes(cfg, model, values)
 
     micro_batch = cfg.micro_batch(ranks)
-    summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # into DDP's buckets, or over micro-batches
+    summed = cfg.train.global_batch > ranks * micro_batch  # over micro-batches
     kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
     cast = optimized if has_masters else alphas  # the optimizer makes their gradients from those of the model
     casts = sum(tensor.nbytes for tensor in cast.values())

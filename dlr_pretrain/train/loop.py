@@ -64,8 +64,6 @@ class Loop:
         """Train to the last step. ``guard`` raises the error that ends the run earlier."""
         cfg, guard, state = self.cfg, self.guard, self.state
         guard.raise_if_stopped(state.step)
-        if state.step < cfg.train.steps:
-            self.update.warm_up()
         while state.step < cfg.train.steps:
             batch = guard.next_batch(loader)
             failed, stop = guard.error is not None, guard.stop.asked

@@ -1,4 +1,7 @@
-"""A model on many devices: replicated (DDP), sharded by rows (``parallel=fsdp``), or both (``parallel=hsdp``).
+"""A model on many devices: replicated (``parallel=ddp``), sharded by rows (``fsdp``), or both (``hsdp``).
+
+Replicated: each rank has the whole state. A block's gradients are summed over ranks while those of the block before it
+are computed. Source: Li et al. (PyTorch Distributed, 2020), with blocks for buckets.
 
 FSDP: each rank holds its rows of every parameter, gradient and moment. A block is gathered while the block before it
 runs; the other parameters are gathered for the whole step. The sharded tensors are the state: under ``bf16_mixed`` they
@@ -11,16 +14,16 @@ of gradients are summed over nodes once per update.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch.nn.parallel import DistributedDataParallel
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import Llama
@@ -61,40 +64,66 @@ def is_fsdp(model: Llama) -> bool:
     return hasattr(model, "reshard")  # an FSDPModule: its parameters are whole while it computes
 
 
-def replicated(model: Llama, world_size: int) -> Any:
-    """The module whose backward pass sums gradients over ranks: ``model`` itself if it is sharded or on a single rank.
+def summing(model: Llama, world_size: int) -> Callable[[bool], AbstractContextManager[None]]:
+    """Sums the gradients of ``model`` over ranks: called with ``last``, returns the context of a micro-batch.
 
-    DDP sums in buckets, during the last backward pass of a step.
+    At the end of the context of a step's ``last`` micro-batch, gradients are sums over all its micro-batches and ranks.
+    They are not averaged, because the loss is divided by the global count of targets.
     """
-    if world_size == 1 or is_fsdp(model):
-        return model
-    buffers = [name for name, _ in model.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
-    module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    module.register_comm_hook(None, _summed)
-    return module
+    if is_fsdp(model):
+        return partial(_summing_rows, model)
+    return BlockSums(model) if world_size > 1 else lambda last: nullcontext()
 
 
-def summing(module: Any, last: bool) -> AbstractContextManager[None]:
-    """Within this context, the backward pass of the ``last`` micro-batch of a step sums gradients over ranks.
+def _summing_rows(model: Any, last: bool) -> AbstractContextManager[None]:
+    """FSDP sums after every micro-batch, because whole gradients would need the memory that it saves.
 
-    FSDP sums after every micro-batch, because whole gradients would need the memory that it saves. HSDP does so within
-    a node, in the dtype of the working weights, and sums over nodes after the ``last``.
+    HSDP does so within a node, in the dtype of the working weights, and sums over nodes after the ``last``.
     """
-    if isinstance(module, DistributedDataParallel):
-        return nullcontext() if last else module.no_sync()
-    if is_fsdp(module):
-        module.set_requires_all_reduce(last)
+    model.set_requires_all_reduce(last)
     return nullcontext()
 
 
-def clear_gradients(module: Any, parameters: Sequence[Tensor]) -> None:
-    """Clear the gradients of ``parameters``, all those of ``module``; module.zero_grad() would walk all modules."""
-    if isinstance(module, DistributedDataParallel):  # gradients are views of the buckets and must stay so
-        torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
-    else:
-        for p in parameters:
-            p.grad = None
+class BlockSums:
+    """Sums gradients over ranks block by block, during the last backward pass of a step.
+
+    When the gradients of a block are complete, they are copied into one buffer, whose sum over ranks starts; they
+    become views of it. Embedding and final norm are summed last.
+    """
+
+    def __init__(self, model: Llama):
+        body = model.model
+        groups = (model.lm_head, *body.layers, nn.ModuleList((body.embed_tokens, body.norm)))
+        self.groups = [[p for p in group.parameters() if p.requires_grad] for group in groups]
+        self.missing: list[int] = []  # gradients of each group that are not complete; empty before the last micro-batch
+        self.sums: list[Any] = []  # those that have started
+        for number, group in enumerate(self.groups):
+            for p in group:
+                p.register_post_accumulate_grad_hook(partial(self._complete, number))
+
+    @contextmanager
+    def __call__(self, last: bool) -> Iterator[None]:
+        self.missing, self.sums = [len(group) for group in self.groups] if last else [], []
+        yield
+        for number, missing in enumerate(self.missing):
+            if missing:  # a parameter that the loss does not depend on has no gradient, on any rank
+                self._sum(number)
+        self.missing = []
+        for started in self.sums:
+            started.wait()
+
+    def _complete(self, number: int, _: Tensor) -> None:
+        if self.missing:
+            self.missing[number] -= 1
+            if self.missing[number] == 0:
+                self._sum(number)
+
+    def _sum(self, number: int) -> None:
+        gradients = [(p, p.grad) for p in self.groups[number] if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for _, gradient in gradients])
+        for (p, gradient), summed in zip(gradients, flat.split([g.numel() for _, g in gradients]), strict=True):
+            p.grad = summed.view_as(gradient)
+        self.sums.append(dist.all_reduce(flat, async_op=True))
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
@@ -114,14 +143,8 @@ def compile_(cfg: Config, model: Llama) -> None:
     the previous one are computed. One graph of the whole model would move as many bytes.
     """
     torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
-    torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
     # Keep what the compiler derives from a graph for the next start, although the layers have an autograd function. Its
     # code is part of the cache's key. torch has no public name for this setting.
     functorch.autograd_cache_allow_custom_autograd_functions = True
     # No CUDA graphs: their replays overwrite gradients that the sum over micro-batches still needs
     model.compile_("max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None)
-
-
-def _summed(_, bucket):  # DDP refuses annotations that are strings
-    """Makes DDP sum gradients, not average them: the loss is already divided by the global count of targets."""
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])

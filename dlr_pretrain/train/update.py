@@ -57,7 +57,7 @@ class Update:
         self.cfg, self.ranks, self.model, self.optimizer = cfg, ranks, model, optimizer
         if cfg.compile:
             parallel.compile_(cfg, model)
-        self.module, self.parameters = parallel.replicated(model, ranks.world_size), list(model.parameters())
+        self.summing, self.parameters = parallel.summing(model, ranks.world_size), list(model.parameters())
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
@@ -98,9 +98,9 @@ class Update:
         losses = []
         for number, inputs in enumerate(micro_batches, 1):
             self.ranks.heartbeat.tick()
-            with parallel.summing(self.module, last=number == len(micro_batches)):
+            with self.summing(number == len(micro_batches)):
                 with record_function("forward"):
-                    loss = self.module(*inputs) / count
+                    loss = self.model(*inputs) / count
                 with record_function("backward"):
                     loss.backward()
             losses.append(loss.detach())
@@ -113,9 +113,14 @@ class Update:
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
         with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRIX_UPDATE_SECONDS):
             self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
-        self.optimizer.clear()
-        parallel.clear_gradients(self.module, self.parameters)
+        self.clear()
         return norm, skipped
+
+    def clear(self) -> None:
+        """Clear all gradients."""
+        self.optimizer.clear()
+        for p in self.parameters:  # model.zero_grad() would walk all modules
+            p.grad = None
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
         """The factor that scales a gradient of ``norm`` down to ``train.clip``, at most 1; None without a bound."""
@@ -147,15 +152,3 @@ class Update:
                 if isinstance(layer, relora.Relora):
                     factors |= set(layer.merge_(values, seeded, path, number))
         self.optimizer.prune(factors, 1 - options.prune_ratio, (self.cfg.seed << 32) + number)
-
-    def warm_up(self) -> None:
-        """Run one backward pass without targets, before the first update of a process.
-
-        DDP rebuilds its buckets after the first backward pass of a process. With three or more ranks, the rounding of
-        a sum depends on its place in a bucket: without this pass, the first step after a resume would differ from that
-        of an uninterrupted run.
-        """
-        if self.module is not self.model:
-            nothing = self.inputs(Batch.empty(self.cfg, self.micro_batch))
-            self.forward_backward([nothing], torch.ones((), device=self.ranks.device))
-            parallel.clear_gradients(self.module, self.parameters)

@@ -149,7 +149,7 @@ def test_eager_code_takes_the_memory_of_the_plan(update, words):
 @pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])
 @pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
 def test_several_ranks(update, parallel, ranks, compiled):
-    """No rank waits; each sums the counts and the loss, and DDP its buckets or FSDP each block's rows.
+    """No rank waits; each sums the counts and the loss, and the gradients of each block, or FSDP's rows of them.
 
     The plan of FSDP is a bound: it counts all that may be gathered at a time. HSDP has two copies of two shards.
     """

@@ -21,7 +21,6 @@ from dlr_pretrain.models.loss import summed_cross_entropy
 from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop
-from dlr_pretrain.train.parallel import clear_gradients
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_optimizer
 from dlr_pretrain.train.trial import trial_loop
@@ -72,8 +71,7 @@ def gradients(trainer: Loop, peaks: list[int] | None = None) -> tuple[float, tor
     if peaks is not None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     found = torch.cat([g.flatten().double() for g in update.optimizer.collect()])
-    update.optimizer.clear()
-    clear_gradients(update.module, update.parameters)
+    update.clear()
     return loss.item(), found
 
 

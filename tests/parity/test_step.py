@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import gzip
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import prepare
 from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import adamw
+from dlr_pretrain.train.parallel import summing
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
-from tests.conftest import forked
-from tests.parity.reference import VOCAB, small
+from tests.conftest import forked, on_ranks
+from tests.parity.reference import VOCAB, disturbed, small
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -43,6 +47,34 @@ def test_micro_batches_and_ranks_do_not_change_the_step(train, words, tmp_path):
     a, b = (load_file(f / "folded" / "model.safetensors") for f in (cut, shared))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_gradients_are_summed_over_ranks_once_a_step(monkeypatch):
+    """By blocks, bit for bit as one by one; also where a user's own layer has a parameter that nothing depends on."""
+
+    def act():
+        dist.init_process_group("gloo")
+        model = disturbed(small("cola"), torch.float32)
+        model.model.layers[0].unused = nn.Parameter(torch.ones(3))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        micro_batches = torch.randint(0, VOCAB, (2, 2, 3, 12), generator=generator)  # ids and targets of two
+
+        def gradients(context) -> dict:
+            model.zero_grad()
+            for number, inputs in enumerate(micro_batches, 1):
+                with context(number == len(micro_batches)):
+                    model(*inputs).backward()
+            return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+        wanted, reduce, reduced = gradients(lambda last: nullcontext()), dist.all_reduce, []
+        for gradient in wanted.values():
+            dist.all_reduce(gradient)
+        monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: reduced.append(1) or reduce(*a, **k))
+        found = gradients(summing(model, 2))
+        assert len(reduced) == len(model.model.layers) + 2  # the head; embedding and last norm
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+    on_ranks(act, 2)
 
 
 @pytest.mark.parametrize(("given", "mode"), [("true", None), ("max-autotune", "max-autotune-no-cudagraphs")])

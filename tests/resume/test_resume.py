@@ -185,7 +185,7 @@ def test_an_unwritable_run_directory_is_named(train, tmp_path):
 
 
 def test_a_resume_on_three_ranks_sums_in_the_same_order(train, words, tmp_path):
-    """DDP's first backward pass in a process has other buckets, which round differently on three ranks."""
+    """With three ranks, the rounding of a sum depends on its place in a buffer: that must not depend on the start."""
     common = (*COLA, "train.lr=1e-3", "train.steps=6", "checkpoint.every=3", "train.global_batch=6",
               "train.micro_batch=1", "data.streams=6")  # fmt: skip
     for name, steps in (("whole", ()), ("parts", ("train.stop_after=3",)), ("parts", ())):

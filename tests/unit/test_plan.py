@@ -118,13 +118,13 @@ def test_time_follows_from_flops_and_utilisation():
     """0.11 is what the paper's number for CoLA + DLR at 1b implies. The most depends on the model and the sequences."""
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
     slow, fast = found["speed"]["estimates"]
-    assert (slow["mfu"], fast["mfu"]) == (0.11, 0.16)
+    assert (slow["mfu"], fast["mfu"]) == (0.11, 0.20)
     for words, ranks, most in [
         *(("scale=60m", 1, 0.21), ("scale=350m", 1, 0.27), ("scale=1b", 1, 0.40), ("scale=7b", 8, 0.40)),
         ("scale=60m train.global_batch=64", 1, 0.12),
         ("scale=1b train.global_batch=16", 1, 0.20),
         ("scale=1b train.global_batch=64 train.micro_batch=16", 1, 0.20),  # four micro-batches: no better than one
-        *(("scale=1b", 64, 0.08), ("scale=1b parallel=fsdp", 32, 0.13), ("scale=1b parallel=hsdp", 32, 0.11)),
+        *(("scale=1b", 64, 0.099), ("scale=1b parallel=fsdp", 32, 0.13), ("scale=1b parallel=hsdp", 32, 0.11)),
     ]:
         cfg = config(*words.split(), "backbone=cola", ranks=ranks)
         flops = flops_per_token(cfg, 32_000, cfg.micro_batch(ranks))
