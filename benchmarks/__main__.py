@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from benchmarks import results
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
-from dlr_pretrain.train.record import git_state
 from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
@@ -54,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (10)")
     parser.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: tokens per round (20 million)")
     parser.add_argument("--json", type=Path, help="also write everything to this file, as it is measured")
-    first = "step, compare: time first, then compare the losses; the same command resumes where it was cut off"
+    first = "step, compare: time first, then compare the losses; resumes where it was cut off, at the same commit"
     parser.add_argument("--no-parity", action="store_true", help=first)
     now = "with --no-parity: compare the losses in the same run only if the timing took fewer seconds than this"
     parser.add_argument("--seconds", type=float, default=math.inf, help=now)
@@ -84,13 +83,12 @@ def steps(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Pe
     from benchmarks import step
 
     began, timed = time.monotonic(), unchecked(args, chosen, peers)
-    before = timed | {"checked_at": git_state()} if timed else {}  # the commit and machine of the times are kept
-    found = before | step.measure(
+    found = timed | step.measure(  # the machine of the times is kept
         chosen,
         peers,
         args.rounds,
         args.warmup,
-        keep=lambda found: keep(before | found),
+        keep=lambda found: keep(timed | found),
         times_first=args.no_parity,
         may_check=lambda: time.monotonic() - began < args.seconds,
         timed=timed,
@@ -101,17 +99,21 @@ def steps(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Pe
     return found, results.STEPS, right
 
 
-def unchecked(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Peer]) -> dict | None:
-    """Earlier results of the same command with unchecked losses, if they have enough rounds to be reused."""
-    if not (args.no_parity and args.json and args.json.exists()):
-        return None
-    found = json.loads(args.json.read_text())
+def unchecked(args: argparse.Namespace, chosen: dict[str, list[str]], peers: list[Peer]) -> dict:
+    """Earlier results of the same command and commit with unchecked losses, if their rounds suffice; else empty."""
+    found = stored(args)
     asked = chosen | {peer.name: None for peer in peers}
     rows = {v["name"]: v for v in found["variants"] if not v["name"].endswith(results.NOISE)}
-    if {name: row["overrides"] for name, row in rows.items()} != asked:
-        return None
+    if not args.no_parity or {name: row["overrides"] for name, row in rows.items()} != asked:
+        return {}
     rounds = len(rows[next(iter(chosen))]["seconds"])
-    return found if rounds >= min(ENOUGH, args.rounds) else None
+    same = found["commit"] == results.about()["commit"]  # losses of other code say nothing about these times
+    return found if same and rounds >= min(ENOUGH, args.rounds) else {}
+
+
+def stored(args: argparse.Namespace) -> dict:
+    """What the file of ``--json`` has from an earlier run."""
+    return json.loads(args.json.read_text()) if args.json and args.json.exists() else {"variants": []}
 
 
 def memory(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:

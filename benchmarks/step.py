@@ -142,7 +142,7 @@ def measure(
     keep: Callable[[dict], object],
     times_first: bool,
     may_check: Callable[[], bool],
-    timed: dict | None,
+    timed: dict,
     trace: bool,
 ) -> dict:
     """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs

@@ -119,6 +119,16 @@ def test_times_come_first_and_a_cut_off_keeps_them(bench, monkeypatch, capsys):
     assert "| unchecked |" in capsys.readouterr().out
 
 
+@pytest.mark.full
+def test_times_of_another_commit_are_made_again(bench, monkeypatch):
+    """Losses of other code do not check them."""
+    given = ("step", *TINY, "--rounds", "6", "--warmup", "0", "--variant", "dlr=off", "--no-parity")
+    _, old = bench(*given, "--seconds", "0")
+    monkeypatch.setattr(results, "git_state", lambda: "another commit+")
+    code, new = bench(*given)
+    assert code == 0 and all(v["parity"]["passes"] and v["seconds"] != old[name]["seconds"] for name, v in new.items())
+
+
 def test_a_summary_has_busy_time_and_the_longest_kernels():
     found = protocol.summary([(0.0, 100.0, "a"), (50.0, 200.0, "b"), (300.0, 400.0, "a")])
     assert (found["ms"], found["busy_ms"], found["kernels"]) == (0.4, 0.3, 3)
