@@ -52,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (10)")
     parser.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: tokens per round (20 million)")
-    parser.add_argument("--json", type=Path, help="also write everything to this file, as it is measured")
+    saves = "also write everything to this file, as it is measured; memory resumes from it, at the same commit"
+    parser.add_argument("--json", type=Path, help=saves)
     first = "step, compare: time first, then compare the losses; resumes where it was cut off, at the same commit"
     parser.add_argument("--no-parity", action="store_true", help=first)
     now = "with --no-parity: compare the losses in the same run only if the timing took fewer seconds than this"
@@ -123,9 +124,12 @@ def memory(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Ke
     chosen = {name: variants.joined(overrides, name.split()) for name in args.variant or KEPT}
     configs = {name: variants.compose(words)[0] for name, words in chosen.items()}
     plans = {name: planned_memory(cfg, cfg.planned_vocab_size, ranks=1) for name, cfg in configs.items()}
-    found: dict = {"variants": []}
+    before, now, found = stored(args), results.about(), {"variants": []}
+    same = all(before.get(key) == now[key] for key in ("command", "commit"))
+    kept = {row["name"]: row for row in before["variants"] if same}
     for name, words in chosen.items():
-        found["variants"].append({"name": name, "overrides": words, "plan": plans[name]} | isolated.isolated(words))
+        row = {"name": name, "overrides": words, "plan": plans[name]}
+        found["variants"].append(kept.get(name) or row | isolated.isolated(words))
         keep(found)
     return found, results.MEMORY, True
 
@@ -158,16 +162,21 @@ def data(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep
     return {"batch": batch, "variants": list(data.measures(cfg, args.tokens, args.rounds))}, results.DATA, True
 
 
+def amount(found: dict) -> int:
+    """The rows, and the rounds in them."""
+    return sum(1 + len(row.get("seconds", [])) for row in found["variants"])
+
+
 def measure(args: argparse.Namespace) -> int:
     """Measure ``args.part``, print and save the results, and return the exit code."""
     named = {word.lstrip("+").partition("=")[0] for word in args.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
     overrides = args.overrides if "experiment" in named else [*usual, *args.overrides]
     part = {"step": step, "compare": compare, "data": data, "memory": memory, "card": card}[args.part]
-    about = results.about()
+    about, before = results.about(), amount(stored(args))
 
     def keep(found: dict) -> None:
-        if args.json:
+        if args.json and amount(found) >= before:  # a run that is cut off leaves no less than there was
             results.save(about | found, args.json)
 
     found, columns, right = part(args, overrides, load(overrides), keep)

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import parity, protocol, results
-from benchmarks.__main__ import main
+from benchmarks.__main__ import KEPT, main
 from benchmarks.isolated import isolated
 from benchmarks.peers import AuthorsStep, as_batch, peer_ids
 from benchmarks.variants import Variant, fixed_batch, joined
@@ -121,12 +121,37 @@ def test_times_come_first_and_a_cut_off_keeps_them(bench, monkeypatch, capsys):
 
 @pytest.mark.full
 def test_times_of_another_commit_are_made_again(bench, monkeypatch):
-    """Losses of other code do not check them."""
-    given = ("step", *TINY, "--rounds", "6", "--warmup", "0", "--variant", "dlr=off", "--no-parity")
-    _, old = bench(*given, "--seconds", "0")
+    """Losses of other code do not check them. Until the new ones have as many rounds, the file keeps the old ones."""
+    given, save, saved = ("step", *TINY, "--rounds", "6", "--warmup", "0", "--variant", "dlr=off"), results.save, []
+    _, old = bench(*given, "--no-parity", "--seconds", "0")
+
+    def watched(found, file):
+        saved.append(len(found["variants"][0]["seconds"]))
+        save(found, file)
+
+    monkeypatch.setattr(results, "save", watched)
     monkeypatch.setattr(results, "git_state", lambda: "another commit+")
-    code, new = bench(*given)
+    code, new = bench(*given, "--no-parity")
     assert code == 0 and all(v["parity"]["passes"] and v["seconds"] != old[name]["seconds"] for name, v in new.items())
+    assert set(saved) == {6}
+
+
+def test_memory_resumes_and_a_cut_off_loses_no_row(bench, monkeypatch):
+    """At another commit all is measured again."""
+    given, measured = ("memory", *TINY), []
+
+    def isolated(words):
+        measured.append(words[-1])
+        if len(measured) in (2, 6):
+            raise KeyboardInterrupt
+        return {"peak": 1, "first_step_s": 1.0, "step_s": 1.0}
+
+    monkeypatch.setattr("benchmarks.isolated.isolated", isolated)
+    assert list(bench(*given)[1]) == KEPT[:1]
+    assert list(bench(*given)[1]) == KEPT and measured == [KEPT[0], KEPT[1], KEPT[1], KEPT[2]]
+    monkeypatch.setattr(results, "git_state", lambda: "another commit+")
+    code, found = bench(*given)
+    assert code != 0 and list(found) == KEPT and measured[4:] == KEPT[:2]
 
 
 def test_a_summary_has_busy_time_and_the_longest_kernels():
