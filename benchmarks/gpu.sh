@@ -69,7 +69,8 @@ limited() { # name, most seconds, command: logs its output in the slice's log; i
   left=$((until - SECONDS))
   if [ $left -lt 25 ]; then echo "$slice $name: no time is left" && failed+=("$name") && return 1; fi
   echo "== $slice $name, $left s are left" | tee -a "$log"
-  timeout -k 20 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
+  # timeout has its own process group, to end all of the command; setpriv ends it when this script is killed
+  setpriv --pdeathsig TERM timeout -k 20 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
   cat "$out/$slice/running.txt" >>"$log"
   tail -n "${TAIL:-12}" "$out/$slice/running.txt"
   rm "$out/$slice/running.txt"
