@@ -2,6 +2,7 @@
 # The GPU programme, in slices of at most thirteen minutes. A slice that is cut off keeps its results so far.
 #
 #   benchmarks/gpu.sh pack DIR             packs what a machine without a network needs: wheels, peers' code, tokens
+#   benchmarks/gpu.sh sizes DIR            lists what each slice takes along of it, and fails if one takes too much
 #   benchmarks/gpu.sh OUT SLICE ...        runs slices a b c d e f, the most important first; results in OUT/SLICE
 #   benchmarks/gpu.sh OUT list             lists their commands
 #   python -m benchmarks.page OUT          writes benchmarks/gpu.md from the results
@@ -37,9 +38,24 @@ pack() { # folder: wheels for the machine's Python (PACK_PYTHON), and copies of 
   if [ -d "${TOKENS:-}" ]; then tar c -C "$TOKENS" . | xz -3 >"$into/tokens.tar.xz"; else
     echo "not packed: tokens; TOKENS names no folder of prepare_data.py. Slices e and f would train on data=sample"
   fi
-  du -csk "$into"/* | awk '{ printf "%6.1f MiB  %s\n", $1 / 1024, $2 }'
-  echo "slice a, c, d take wheels along; b also tf448 and peers; e and f wheels and tokens.tar.xz"
+  sizes "$into"
 }
+
+sizes() ( # folder that `pack` wrote
+  cd "$1" || exit
+  code=0
+  for slice in a b c d e f; do
+    parts=(wheels)
+    case $slice in b) parts+=(tf448 peers) ;; [ef]) parts+=(tokens.tar.xz) ;; esac
+    size=$(du -mc --apparent-size "${parts[@]}" 2>/dev/null | tail -n 1 | cut -f 1) # what was not packed has no size
+    echo "slice $slice takes ${parts[*]} along: $size MiB"
+    if [ "$size" -ge 64 ]; then
+      echo "error: slice $slice: $size MiB of ${parts[*]}: must be less than 64. Pack fewer tokens or peers' files" >&2
+      code=1
+    fi
+  done
+  exit $code
+)
 
 unpack() { # PACK to a folder of this machine, once
   local pack=${PACK:-results/pack} into
@@ -196,7 +212,7 @@ slice_e() { trained cola,lowrank; }
 slice_f() { JOBS=${JOBS:-6} trained lost,lax,cola_lax; }
 
 main() { # bash reads it whole before it runs, so an edit of this file does not change a running script
-  if [ "${1:-}" = pack ]; then pack "${2:?usage: benchmarks/gpu.sh pack DIR}" && exit; exit 1; fi
+  if [[ ${1:-} = pack || ${1:-} = sizes ]]; then "$1" "${2:?usage: benchmarks/gpu.sh $1 DIR}" && exit; exit 1; fi
   out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
   shift
   slices=("$@")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from zipfile import ZipFile
 
 import pytest
 
@@ -32,3 +35,29 @@ def test_no_measurement_outlives_a_killed_script(tmp_path):
     readers = select.poll()
     readers.register(script.stdin, 0)
     assert readers.poll(60_000), "its standard input is still open in a process that it started"
+
+
+def test_a_pack_that_is_too_large_for_a_slice_is_refused(tmp_path):
+    for part, size in {"wheels/a": 4, "tf448/a": 13, "peers/a": 46, "tokens.tar.xz": 60}.items():
+        (tmp_path / part).parent.mkdir(exist_ok=True)
+        (tmp_path / part).touch()
+        os.truncate(tmp_path / part, size << 20)
+    found = subprocess.run([SCRIPT, "sizes", tmp_path], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert re.findall(r"slice (\w): 65 MiB of .* must be less than 64", found.stderr) == ["e", "f"]
+
+
+def test_a_pack_is_unpacked_before_anything_is_measured(tmp_path):
+    pack, about = tmp_path / "pack", "thing-1.dist-info"
+    (pack / "wheels").mkdir(parents=True)
+    with ZipFile(pack / "wheels" / "thing-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("thing.py", "")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    with tarfile.open(pack / "tokens.tar.xz", "w:xz") as tokens:
+        tokens.add(__file__, "manifest.json")
+    given = {"PYTHON": sys.executable, "PACK": str(pack), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.run([SCRIPT, tmp_path / "out", "a"], env=os.environ | given).returncode == 2  # without a GPU
+    unpacked = tmp_path / f"dlr_pretrain_pack.{os.getuid()}"
+    assert (unpacked / "wheels" / "thing.py").exists() and (unpacked / "tokens" / "manifest.json").exists()
