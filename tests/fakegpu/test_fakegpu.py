@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -105,6 +108,23 @@ def test_a_slice_of_the_gpu_programme_runs_to_its_last_line(tmp_path, rehearsal,
     missing = others if name == "b" and "PEERS_DIR" not in os.environ else []
     assert re.findall(r"`(\S+)`: not measured", own) == missing
     assert not re.search("unchecked|not measured: ", own)  # the latter is a failed step, with its error
+
+
+def test_a_slice_killed_in_its_first_rounds_goes_on(tmp_path, rehearsal):
+    """All results are whole at the kill, and the same command completes them."""
+    result, own = tmp_path / "out" / "a" / "step-1b.json", rehearsal("a")
+    killed = subprocess.Popen(**own, stdin=subprocess.PIPE, start_new_session=True)
+    while not result.exists():  # it is first written after the first round
+        assert killed.poll() is None
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    readers = select.poll()
+    readers.register(killed.stdin, 0)
+    readers.poll()  # until each process that it started has ended, and its input with it
+    assert "unchecked" in shown(tmp_path / "out", "a")
+    assert subprocess.run(**own).returncode == 0
+    assert not re.search("unchecked|: not measured|not measured: ", shown(tmp_path / "out", "a"))
 
 
 @pytest.mark.parametrize("words", [
