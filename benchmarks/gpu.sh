@@ -182,7 +182,7 @@ slice_d() { # few sequences, where the host may limit the speed
 }
 
 trained() { # backbones: runs with and without DLR, at two rates, with two seeds; the first seed's runs come first
-  local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$1
+  local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$1 steps=${STEPS:-340}
   local text=(experiment=evidence_60m "data.root=${TOKENS:-TOKENS}")
   if [ "$stage" = times ] && [ ! -d "${TOKENS:-}" ]; then
     text=(experiment=evidence_60m data=sample eval.tokens=20_000)
@@ -192,8 +192,8 @@ trained() { # backbones: runs with and without DLR, at two rates, with two seeds
   packing "$folder" &
   local packer=$!
   once runs 760 "$python" slurm/submit.py --local --limit "${JOBS:-4}" "${text[@]}" "device=$trains_on" \
-    "run.root=$folder" "train.steps=${STEPS:-280}" "eval.every=$((${STEPS:-280} / 4))" \
-    "checkpoint.every=$((${STEPS:-280} / 4))" "${tiny[@]}" "$seeds" "backbone=$backbones" train.lr=0.003,0.01 dlr=off,on
+    "run.root=$folder" "train.steps=$steps" "eval.every=$((steps / 4))" "checkpoint.every=$((steps / 4))" \
+    "${tiny[@]}" "$seeds" "backbone=$backbones" train.lr=0.003,0.01 dlr=off,on
   kill $packer 2>/dev/null
   wait $packer 2>/dev/null
   packed "$folder"
@@ -207,7 +207,12 @@ packed() { # folder of runs: packs their records; the archive is whole at any ti
     tar czf "$out/$slice/runs.tmp" -C "$1" --null -T - 2>/dev/null && mv "$out/$slice/runs.tmp" "$out/$slice/runs.tgz"
 }
 
-# 16 runs of 280 updates are 587M tokens: 8 minutes at 1.2 million tokens/s. Choose STEPS by the speed in slice a.
+# 340 updates are one epoch of the 45M tokens; 16 runs (e) are 713M tokens, 24 (f) 1,070M. An H100 took 1.26 million
+# tokens/s in slice a: 9.4 and 14.1 minutes. With two more for starts and evaluations, a guess, these fit (multiples of
+# 4, because a fourth of them ends with an evaluation). On the same machine, the same command continues the runs.
+#   LIMIT      780   690   600   400
+#   STEPS, e   340   340   284   164
+#   STEPS, f   252   224   188   108    (340 take two calls)
 slice_e() { trained cola,lowrank; }
 slice_f() { JOBS=${JOBS:-6} trained lost,lax,cola_lax; }
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 
 import yaml
+from scipy.stats import ttest_1samp
 
 from benchmarks import results
 from benchmarks.evidence.collect import write
@@ -78,7 +79,7 @@ def runs_in(archive: Path) -> Iterator[dict]:
                 "seed": config["seed"],
                 "text": config["data"]["source"],
                 "commit": start["git"],
-                "losses": [[r["train/tokens"], r["eval/loss"]] for r in records if "eval/loss" in r],
+                "losses": [[r["train/tokens"], r["eval/loss"]] for r in records if r.get("eval/loss") is not None],
             }
 
 
@@ -150,19 +151,25 @@ def short(commit: str) -> str:
 
 
 def losses(runs: list[dict]) -> str:
-    """The losses of each pair of runs with and without DLR, at the last evaluation that both have."""
+    """The losses of each pair of runs with and without DLR, at the last evaluation that both have, and the mean
+    difference of each backbone's pairs."""
     by_key = {(*run["method"], run["lr"], run["seed"]): dict(run["losses"]) for run in runs}
     groups: dict[tuple, list[tuple]] = {}
     for (backbone, dlr, lr, seed), off in by_key.items():
         on = by_key.get((backbone, "on", lr, seed), {})
         if dlr == "off" and (shared := off.keys() & on.keys()):
             groups.setdefault((backbone, lr, max(shared)), []).append((off[max(shared)], on[max(shared)], seed))
-    rows = []
+    rows, differences = [], {}
     for (backbone, lr, tokens), pairs in sorted(groups.items()):
         offs, ons, seeds = zip(*pairs, strict=True)
-        apart = ", ".join(f"{on - off:+.4f}" for off, on, _ in pairs)
-        means = [f"{mean(losses):.4f}" for losses in (offs, ons)]
-        rows.append([backbone, f"{lr:g}", f"{tokens / 1e6:.1f}M", str(len(seeds)), *means, apart])
+        apart, reached = [on - off for off, on, _ in pairs], f"{tokens / 1e6:.1f}M"
+        differences.setdefault((backbone, reached), []).extend(apart)
+        means, shown = [f"{mean(losses):.4f}" for losses in (offs, ons)], ", ".join(f"{d:+.4f}" for d in apart)
+        rows.append([backbone, f"{lr:g}", reached, str(len(seeds)), *means, shown])
+    effects = []
+    for place, apart in differences.items():
+        interval = "{:+.4f} to {:+.4f}".format(*ttest_1samp(apart, 0).confidence_interval(0.95)) if apart[1:] else ""
+        effects.append([*place, str(len(apart)), f"{mean(apart):+.4f}", interval])
     about = "No run has begun."
     if runs:
         texts, commits = ({run[key] for run in runs} for key in ("text", "commit"))
@@ -170,7 +177,10 @@ def losses(runs: list[dict]) -> str:
             f"{len(runs)} runs, text {', '.join(sorted(texts))}, commit {', '.join(c[:9] for c in sorted(commits))}."
         )
     header = ["backbone", "lr", "tokens", "seeds", "loss, DLR off", "on", "on - off, each seed"]
-    return f"### runs\n\n{about}\n\n{markdown_table(header, rows, right=range(1, 7))}\n"
+    table = markdown_table(header, rows, right=range(1, 7))
+    header = ["backbone", "tokens", "pairs", "on - off, mean", "95 % interval"]
+    note = "Pairs have the same rate and seed. Intervals are Student's, as if pairs of one seed were independent."
+    return f"### runs\n\n{about}\n\n{table}\n\n{note}\n\n{markdown_table(header, effects, right=range(1, 5))}\n"
 
 
 def read(table: Path) -> list[dict]:

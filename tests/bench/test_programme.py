@@ -14,6 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from benchmarks.page import losses
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the script needs Linux")
@@ -61,3 +62,20 @@ def test_a_pack_is_unpacked_before_anything_is_measured(tmp_path):
     assert subprocess.run([SCRIPT, tmp_path / "out", "a"], env=os.environ | given).returncode == 2  # without a GPU
     unpacked = tmp_path / f"dlr_pretrain_pack.{os.getuid()}"
     assert (unpacked / "wheels" / "thing.py").exists() and (unpacked / "tokens" / "manifest.json").exists()
+
+
+def test_each_backbone_has_an_interval_of_its_pairs():
+    """Over rates and seeds, at the same number of tokens; a lone pair has none."""
+    about = {"text": "c4", "commit": "0"}
+    runs = [
+        about | {"method": [backbone, dlr], "lr": lr, "seed": seed, "losses": [[1e6, 5.0], [tokens, loss]]}
+        for backbone, lr, seed, tokens, difference in (
+            *(("cola", lr, seed, 2e6, -seed / 10) for lr in (0.003, 0.01) for seed in (1, 2)),
+            ("lost", 0.003, 1, 2e6, 0.5),
+        )
+        for dlr, loss in (("off", 4.0), ("on", 4.0 + difference))
+    ]
+    assert losses(runs).splitlines()[-2:] == [
+        "| cola | 2.0M | 4 | -0.1500 | -0.2419 to -0.0581 |",
+        "| lost | 2.0M | 1 | +0.5000 |  |",
+    ]
