@@ -199,7 +199,7 @@ trained() { # backbones: runs with and without DLR, at two rates, with two seeds
   packed "$folder"
 }
 
-packing() { while sleep 10; do packed "$1"; done; } # folder of runs
+packing() { while sleep 10 && kill -0 $$ 2>/dev/null; do packed "$1"; done; } # folder of runs; ends with this script
 
 packed() { # folder of runs: packs their records; the archive is whole at any time
   if [ "$stage" = list ] || [ ! -d "$1" ]; then return; fi
