@@ -75,16 +75,24 @@ class Job:
         words = f"^(bash slurm/node.sh|[^ ]+ (scripts/launch.py|-u train.py)) .*run.dir={self.run}( |$)"
         return [int(pid) for pid in ask("pgrep", "--full", words).split()]
 
+    def seen(self, *names: str) -> set[tuple[str | None, ...]]:
+        """The values of these environment variables in each rank of this start."""
+        texts = [Path(f"/proc/{pid}/environ").read_text() for pid in self.processes()]
+        known = [dict(word.split("=", 1) for word in text.split("\0") if "=" in word) for text in texts]
+        return {tuple(map(rank.get, names)) for rank in known if "LOCAL_RANK" in rank}
+
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else "(no output)"
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes):
-    given = words(*RUN, "dlr=on", "checkpoint.every=50")
-    job = Job(tmp_path, given, f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
+@pytest.mark.parametrize(("nodes", "more", "same"), [(1, (), ()), (2, ("parallel=hsdp",), ("parallel.shards=2",))])
+def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes, more, same):
+    """Under hsdp, each node holds a copy by default, here in two shards."""
+    given = words(*RUN, "dlr=on", "checkpoint.every=50", *more)
+    job = Job(tmp_path, given, f"--nodes={nodes}", "--ntasks-per-node=2")
     job.wait(lambda: job.step() >= 20)
     first = job.processes()
+    assert len(job.seen("SLURMD_NODENAME")) == nodes
     ask("scancel", "--signal=USR1", "--batch", job.id)
 
     def requeued_under_more_signals() -> bool:
@@ -104,11 +112,11 @@ def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes):
     ask(*step, "pkill", "-KILL", "--newest", "--full", "--", rank)
     job.wait()
     assert job.facts("JobState", "Restarts") == ("COMPLETED", "2"), job.text()
-    assert f"{nodes} x {2 // nodes} ranks" in job.text() and "resuming" in job.text()
+    assert f"{nodes} x 2 ranks" in job.text() and "resuming" in job.text()
     assert f"stopped after step {stopped_at} " in job.text()
     assert re.search(r"exit code \d+, after a checkpoint at step \d+; back to the queue", job.text()), job.text()
     assert not list(tmp_path.glob("dlr_pretrain.*")), "the nodes' local folders (TMPDIR, here) are left"
-    forked([*given, f"run.dir={tmp_path}/whole"], ranks=2)
+    forked([*given, *same, f"run.dir={tmp_path}/whole"], ranks=2 * nodes)
     assert_same(final(job.run), final(tmp_path / "whole"))
 
 
