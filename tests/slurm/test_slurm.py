@@ -46,7 +46,8 @@ class Job:
 
     def __init__(self, folder: Path, words: list[str], *options: str):
         self.run, self.log = folder / "run", folder / "job.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+        others = ("SLURM_", "TORCHINDUCTOR_CACHE", "TRITON_CACHE")  # of another job, or of a test that has compiled
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(others) or k == "SLURM_CONF"}
         command = ["sbatch", "--parsable", f"--chdir={ROOT}", f"--output={self.log}", "--time=10", *options]
         submitted = subprocess.run(
             [*command, str(ROOT / "slurm" / "train.sbatch"), *words, f"run.dir={self.run}"],
@@ -87,12 +88,14 @@ class Job:
 
 @pytest.mark.parametrize(("nodes", "more", "same"), [(1, (), ()), (2, ("parallel=hsdp",), ("parallel.shards=2",))])
 def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes, more, same):
-    """Under hsdp, each node holds a copy by default, here in two shards."""
+    """Under hsdp, each node holds a copy by default, here in two shards. Every start finds the same compiled code."""
     given = words(*RUN, "dlr=on", "checkpoint.every=50", *more)
     job = Job(tmp_path, given, f"--nodes={nodes}", "--ntasks-per-node=2")
     job.wait(lambda: job.step() >= 20)
     first = job.processes()
-    assert len(job.seen("SLURMD_NODENAME")) == nodes
+    compiled = tmp_path / f"dlr_pretrain_compiled.{os.getuid()}"
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TRITON_CACHE_DIR": f"{compiled}/triton"}
+    assert job.seen(*caches) == {tuple(caches.values())} and len(job.seen("SLURMD_NODENAME")) == nodes
     ask("scancel", "--signal=USR1", "--batch", job.id)
 
     def requeued_under_more_signals() -> bool:
@@ -107,6 +110,7 @@ def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes, mo
     assert 20 <= stopped_at < STEPS, job.text()
 
     job.wait(lambda: last_saved(job.run) > stopped_at)
+    assert job.seen(*caches) == {tuple(caches.values())}
     rank = f"-u [t]rain.py .*run.dir={job.run}"  # does not match this command's own words
     step = ("srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1")
     ask(*step, "pkill", "-KILL", "--newest", "--full", "--", rank)
@@ -116,6 +120,7 @@ def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes, mo
     assert f"stopped after step {stopped_at} " in job.text()
     assert re.search(r"exit code \d+, after a checkpoint at step \d+; back to the queue", job.text()), job.text()
     assert not list(tmp_path.glob("dlr_pretrain.*")), "the nodes' local folders (TMPDIR, here) are left"
+    assert oct(compiled.stat().st_mode) == "0o40700"
     forked([*given, *same, f"run.dir={tmp_path}/whole"], ranks=2 * nodes)
     assert_same(final(job.run), final(tmp_path / "whole"))
 
