@@ -97,5 +97,6 @@ def summed_(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     mesh, shards = like.device_mesh, like.device_mesh.ndim - 1
     parts = tensor.new_empty(mesh.size(shards), tensor.numel())
-    torch.distributed.all_gather_into_tensor(parts, tensor.reshape(1, -1), group=mesh.get_group(shards))
+    # Into views of one tensor: the function that fills it directly has another name from torch 2.13 on.
+    torch.distributed.all_gather(list(parts), tensor.flatten(), group=mesh.get_group(shards))
     return parts.sum(0).view(tensor.shape)

@@ -26,6 +26,7 @@ from tests.parity.reference import r_transposed
 EXACT = ("train.clip=null", "train.micro_batch=4", "train.steps=6", "optimizer=adamw_foreach")
 BOTH = ("ddp", "fsdp")
 full = pytest.mark.full
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # in the ranks, too
 
 
 def named(words) -> str:
