@@ -75,13 +75,17 @@ def test_a_broken_tokenizer_fails_and_the_rest_is_checked(words, tmp_path, capfd
 
 
 @pytest.mark.full
-def test_two_ranks_are_checked_together(words, tmp_path):
-    done = torchrun(words(f"run.dir={tmp_path}/runs/a", "train.micro_batch=4"), 2, ROOT / "scripts" / "doctor.py")
+@pytest.mark.parametrize(("ranks", "more"), [(2, ()), (4, ("parallel=hsdp", "parallel.shards=2"))])
+def test_ranks_are_checked_together(words, tmp_path, ranks, more):
+    given = words(f"run.dir={tmp_path}/runs/a", f"train.micro_batch={8 // ranks}", *more)
+    done = torchrun(given, ranks, ROOT / "scripts" / "doctor.py")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert list(levels(done.stdout)) == NAMES
+    found = levels(done.stdout)
+    assert list(found) == NAMES and [found[name] for name in ("collectives", "data", "step")] == ["ok"] * 3
+    assert "FutureWarning" not in done.stderr
     said = " ".join(done.stdout.split())
-    assert "over 2 ranks by gloo" in said and "1 x 4 x 32 tokens" in said and "a checkpoint written in" in said
-    assert not (tmp_path / "runs").exists()
+    assert f"over {ranks} ranks by gloo" in said and f"1 x {8 // ranks} x 32 tokens" in said
+    assert "a checkpoint written in" in said and not (tmp_path / "runs").exists()
 
 
 def test_free_space_includes_what_the_run_has_saved(words, tmp_path, monkeypatch):
