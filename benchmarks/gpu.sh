@@ -86,7 +86,7 @@ limited() { # name, most seconds, command: logs its output in the slice's log; i
   if [ $left -lt 25 ]; then echo "$slice $name: no time is left" && failed+=("$name") && return 1; fi
   echo "== $slice $name, $left s are left" | tee -a "$log"
   # timeout has its own process group, to end all of the command; setpriv ends it when this script is killed
-  setpriv --pdeathsig TERM timeout -k 20 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
+  "${tied[@]}" timeout -k 20 $((left < most ? left : most)) "$@" >"$out/$slice/running.txt" 2>&1 || code=$?
   cat "$out/$slice/running.txt" >>"$log"
   tail -n "${TAIL:-12}" "$out/$slice/running.txt"
   rm "$out/$slice/running.txt"
@@ -234,7 +234,8 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
   fi
   declare -gA seconds=([a]=720 [b]=720 [c]=720 [d]=720 [e]=780 [f]=780)
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-  failed=()
+  failed=() tied=()
+  if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig TERM); fi
   if [[ " ${slices[*]} " = *" list "* ]]; then
     stage=list
     for slice in a b c d e f; do slice_$slice; done
