@@ -209,13 +209,14 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
     """An estimate of the seconds in which a GPU waits for others in an update whose arithmetic takes ``seconds``.
 
     It follows from the bytes, links and steps of the collectives. Those of blocks overlap with the arithmetic, and a
-    GPU waits only for the time that they take beyond it. It waits for the whole time that those of embedding, final
-    norm and head take, because their gradients are complete last.
+    GPU waits only for the time that they take beyond it. It waits for the whole time that the last ones take: of
+    embedding, final norm and head, or under ddp of embedding, final norm and the first block.
     """
     model = build_model(cfg, vocab_size, torch.device("meta"), WORKING_DTYPE[cfg.precision.name])
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
     depth = cfg.scale.num_layers
     rest = sum(p.nbytes for p in model.parameters()) - depth * block
+    last = rest - model.lm_head.weight.nbytes + block if cfg.parallel.name == "ddp" else rest
     shards, micro_batches = cfg.shards(gpus), cfg.train.global_batch // gpus // cfg.micro_batch(gpus)
 
     def gather(size: float) -> float:
@@ -234,7 +235,7 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
 
     each = seconds / micro_batches  # a block is gathered for both passes, and its gradient reduced
     gathering = 2 * gather(rest) + max(0.0, 3 * depth * gather(block) - each)
-    return micro_batches * gathering + reduce(rest) + max(0.0, depth * reduce(block) - each * 2 / 3)
+    return micro_batches * gathering + reduce(last) + max(0.0, depth * reduce(block) - each * 2 / 3)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ class Config:
     seed: int = key("seed of initialisation, and of the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto")
     compile: bool | Literal["max-autotune"] = key(
-        "torch.compile, one graph per kind of block; max-autotune: tries more kernels", True
+        "torch.compile, block by block; max-autotune: tries more kernels", True
     )
 
     @property

@@ -215,7 +215,7 @@ class Llama(nn.Module):
         return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
 
     def compile_(self, mode: str | None = None) -> None:
-        """Compile the blocks, the last norm and the loss in place. All blocks of a kind share one graph.
+        """Compile the blocks, the last norm and the loss in place. Blocks of a kind share their graphs.
 
         Parameter names do not change. The products of the head are not compiled, because the loss cuts them into a
         varying number of pieces. ``mode`` is passed to torch.compile.

@@ -1,7 +1,7 @@
 """A model on many devices: replicated (``parallel=ddp``), sharded by rows (``fsdp``), or both (``hsdp``).
 
 Replicated: each rank has the whole state. A block's gradients are summed over ranks while those of the block before it
-are computed. Source: Li et al. (PyTorch Distributed, 2020), with blocks for buckets.
+are computed. Source: Li et al. (PyTorch Distributed, 2020); its buckets are our blocks.
 
 FSDP: each rank holds its rows of every parameter, gradient and moment. A block is gathered while the block before it
 runs; the other parameters are gathered for the whole step. The sharded tensors are the state: under ``bf16_mixed`` they
@@ -14,7 +14,7 @@ of gradients are summed over nodes once per update.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch import config as functorch
 
 from dlr_pretrain.config import Config
@@ -65,17 +65,23 @@ def is_fsdp(model: Llama) -> bool:
 
 
 def summing(model: Llama, world_size: int) -> Callable[[bool], AbstractContextManager[None]]:
-    """Sums the gradients of ``model`` over ranks: called with ``last``, returns the context of a micro-batch.
+    """Returns a function: given whether a micro-batch is the last of a step, the context to compute its gradients in.
 
-    At the end of the context of a step's ``last`` micro-batch, gradients are sums over all its micro-batches and ranks.
-    They are not averaged, because the loss is divided by the global count of targets.
+    After the last, gradients are sums over all micro-batches and ranks. They are not averaged, because the loss is
+    divided by the global count of targets.
     """
     if is_fsdp(model):
-        return partial(_summing_rows, model)
-    return BlockSums(model) if world_size > 1 else lambda last: nullcontext()
+        return partial(_summed_rows, model)
+    if world_size == 1:
+        return lambda last: nullcontext()
+    modules = (model.lm_head, *model.model.layers)
+    groups = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    grouped = {p for group in groups for p in group}
+    groups.append([p for p in model.parameters() if p.requires_grad and p not in grouped])  # embedding and last norm
+    return lambda last: _summed_groups(groups) if last else nullcontext()
 
 
-def _summing_rows(model: Any, last: bool) -> AbstractContextManager[None]:
+def _summed_rows(model: Any, last: bool) -> AbstractContextManager[None]:
     """FSDP sums after every micro-batch, because whole gradients would need the memory that it saves.
 
     HSDP does so within a node, in the dtype of the working weights, and sums over nodes after the ``last``.
@@ -84,46 +90,40 @@ def _summing_rows(model: Any, last: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class BlockSums:
-    """Sums gradients over ranks block by block, during the last backward pass of a step.
+@contextmanager
+def _summed_groups(groups: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Sums the gradients of ``groups`` of parameters over ranks, during the backward pass within this context.
 
-    When the gradients of a block are complete, they are copied into one buffer, whose sum over ranks starts; they
-    become views of it. Embedding and final norm are summed last.
+    When all gradients of a group are complete, they are copied into one buffer and become views of it, and its sum over
+    ranks starts.
     """
+    missing = [len(group) for group in groups]
+    started: list[Any] = []
 
-    def __init__(self, model: Llama):
-        body = model.model
-        groups = (model.lm_head, *body.layers, nn.ModuleList((body.embed_tokens, body.norm)))
-        self.groups = [[p for p in group.parameters() if p.requires_grad] for group in groups]
-        self.missing: list[int] = []  # gradients of each group that are not complete; empty before the last micro-batch
-        self.sums: list[Any] = []  # those that have started
-        for number, group in enumerate(self.groups):
-            for p in group:
-                p.register_post_accumulate_grad_hook(partial(self._complete, number))
+    def complete(number: int, _: Tensor) -> None:
+        missing[number] -= 1
+        if missing[number] == 0:
+            start(groups[number])
 
-    @contextmanager
-    def __call__(self, last: bool) -> Iterator[None]:
-        self.missing, self.sums = [len(group) for group in self.groups] if last else [], []
-        yield
-        for number, missing in enumerate(self.missing):
-            if missing:  # a parameter that the loss does not depend on has no gradient, on any rank
-                self._sum(number)
-        self.missing = []
-        for started in self.sums:
-            started.wait()
-
-    def _complete(self, number: int, _: Tensor) -> None:
-        if self.missing:
-            self.missing[number] -= 1
-            if self.missing[number] == 0:
-                self._sum(number)
-
-    def _sum(self, number: int) -> None:
-        gradients = [(p, p.grad) for p in self.groups[number] if p.grad is not None]
+    def start(group: Sequence[Tensor]) -> None:
+        gradients = [(p, p.grad) for p in group if p.grad is not None]
         flat = torch.cat([gradient.flatten() for _, gradient in gradients])
-        for (p, gradient), summed in zip(gradients, flat.split([g.numel() for _, g in gradients]), strict=True):
-            p.grad = summed.view_as(gradient)
-        self.sums.append(dist.all_reduce(flat, async_op=True))
+        for (p, gradient), part in zip(gradients, flat.split([g.numel() for _, g in gradients]), strict=True):
+            p.grad = part.view_as(gradient)
+        started.append(dist.all_reduce(flat, async_op=True))
+
+    parameters = [(number, p) for number, group in enumerate(groups) for p in group]
+    hooks = [p.register_post_accumulate_grad_hook(partial(complete, number)) for number, p in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for group, lacking in zip(groups, missing, strict=True):
+        if lacking:  # a parameter that the loss does not depend on has no gradient, on any rank
+            start(group)
+    for each in started:
+        each.wait()
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:

@@ -98,7 +98,8 @@ class Update:
         losses = []
         for number, inputs in enumerate(micro_batches, 1):
             self.ranks.heartbeat.tick()
-            with self.summing(number == len(micro_batches)):
+            last = number == len(micro_batches)
+            with self.summing(last):
                 with record_function("forward"):
                     loss = self.model(*inputs) / count
                 with record_function("backward"):

@@ -73,6 +73,8 @@ def test_gradients_are_summed_over_ranks_once_a_step(monkeypatch):
         found = gradients(summing(model, 2))
         assert len(reduced) == len(model.model.layers) + 2  # the head; embedding and last norm
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        gradients(lambda last: nullcontext())
+        assert len(reduced) == len(model.model.layers) + 2  # no hook is left
 
     on_ranks(act, 2)
 

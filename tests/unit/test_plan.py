@@ -152,8 +152,8 @@ def test_waiting_follows_from_the_links():
         return waiting_seconds(cfg, 32_000, gpus, seconds)
 
     assert waiting("ddp", 1, 0.05) == waiting("fsdp", 1, 0.05) == 0
-    rest = 2 * (2 * 32_000 + 1) * 2048  # bytes of embedding, head and final norm
-    assert waiting("ddp", 8, 1.0) == pytest.approx(2 * (7 * 1.2e-6 + rest * 7 / 8 / 360e9), rel=1e-6)
+    last = 2 * (32_000 + 1) * 2048 + 39_985_152  # bytes of embedding and final norm, and of a block
+    assert waiting("ddp", 8, 1.0) == pytest.approx(2 * (7 * 1.2e-6 + last * 7 / 8 / 360e9), rel=1e-6)
     assert waiting("hsdp", 8, 0.05) == waiting("fsdp", 8, 0.05) < waiting("hsdp", 64, 0.05) < 0.005
     assert waiting("hsdp", 1024, 0.05) < 0.005 < 20 * waiting("hsdp", 1024, 0.05) < waiting("fsdp", 1024, 0.05)
     assert waiting("ddp", 32, 0.0) == pytest.approx(2 * 609.3e6 * 2 / 320e9, rel=0.2)  # nothing is hidden
