@@ -51,7 +51,7 @@ GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which 
 # Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
 # H100 (benchmarks/gpu.md) at 60m and at 1b, by their hidden sizes.
 LEAST_MFU, MFU_AT_60M, MFU_AT_1B = 0.11, 0.21, 0.40
-# Seconds in which that H100's host launches a block's work for a micro-batch: measured on one GPU, at 60m and at 1b.
+# Seconds in which that H100's host launches a block's work for a micro-batch: on one GPU, at 60m (one graph) and 1b.
 # For FSDP they grow with its launches on stand-in ranks, and its own code comes on top (benchmarks/README.md). With few
 # sequences the host takes longer than the GPU.
 HOST_SECONDS = {"ddp": 2.9e-3, "fsdp": 4.6e-3, "hsdp": 5.1e-3}
