@@ -174,7 +174,7 @@ slice_d() { # few sequences, where the host may limit the speed
   local cold=${TMPDIR:-/tmp}/dlr_pretrain_cold.$UID
   bench few-1b 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
   TORCHINDUCTOR_CPP_WRAPPER=1 bench few-1b-cpp 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
-  if [ "$stage" = times ] && due cold; then rm -rf "$cold"; fi
+  if [ "$stage" = times ] && due cold; then rm -rf "$cold" "$out/$slice/cold.json"; fi # warm needs the caches of all
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench cold 240 memory "${scales[@]}"
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench warm 120 memory "${scales[@]}"
   bench autotune-60m 300 step scale=60m backbone=cola dlr=on "train.global_batch=$rows_60m" \

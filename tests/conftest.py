@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -184,6 +185,18 @@ def forked(words: list[str], ranks: int) -> None:
     from dlr_pretrain.train.run import run
 
     on_ranks(lambda: run(load(words, ranks)), ranks)
+
+
+def killed_with_its_group(process: subprocess.Popen, patience: int | None = None) -> bool:
+    """Kill the process group of ``process``, whose standard input is a pipe, and wait until the pipe has no reader.
+
+    Then all processes that it started have ended. Returns False if that takes more than ``patience`` milliseconds.
+    """
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    readers = select.poll()
+    readers.register(process.stdin, 0)
+    return bool(readers.poll(patience))
 
 
 def on_ranks(act: Callable[[], object], ranks: int) -> None:

@@ -143,7 +143,7 @@ def settings_table(found: Runs) -> Iterator[Table]:
 
 
 def pairs_table(found: Runs) -> Iterator[Table]:
-    """Yields a table that compares each backbone with and without DLR by seed. There is none without such a pair."""
+    """The differences between runs with and without DLR, by backbone and seed; nothing if no backbone has both."""
     plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
     rows, notes = [], ["Differences are between runs with the same seed: mean ± standard deviation."]
     for group, of in found.groups():

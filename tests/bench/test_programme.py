@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 import tarfile
@@ -15,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 
 from benchmarks.page import losses
-from tests.conftest import ROOT
+from tests.conftest import ROOT, killed_with_its_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the script needs Linux")
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -31,11 +29,7 @@ def test_no_measurement_outlives_a_killed_script(tmp_path):
     while not began.exists():
         assert script.poll() is None
         time.sleep(0.01)
-    os.killpg(script.pid, signal.SIGKILL)
-    script.wait()
-    readers = select.poll()
-    readers.register(script.stdin, 0)
-    assert readers.poll(60_000), "its standard input is still open in a process that it started"
+    assert killed_with_its_group(script, 60_000), "its standard input is still open in a process that it started"
 
 
 def test_a_pack_that_is_too_large_for_a_slice_is_refused(tmp_path):

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +23,7 @@ import torch
 
 from benchmarks.page import collected, page
 from dlr_pretrain.analysis.plan import COMPILED
-from tests.conftest import ROOT
+from tests.conftest import ROOT, killed_with_its_group
 
 LAUNCHER = os.environ.get("FAKEGPU", "")
 MISSING = {
@@ -117,11 +115,7 @@ def test_a_slice_killed_in_its_first_rounds_goes_on(tmp_path, rehearsal):
     while not result.exists():  # it is first written after the first round
         assert killed.poll() is None
         time.sleep(0.01)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    readers = select.poll()
-    readers.register(killed.stdin, 0)
-    readers.poll()  # until each process that it started has ended, and its input with it
+    killed_with_its_group(killed)
     assert "unchecked" in shown(tmp_path / "out", "a")
     assert subprocess.run(**own).returncode == 0
     assert not re.search("unchecked|: not measured|not measured: ", shown(tmp_path / "out", "a"))

@@ -102,7 +102,7 @@ def main(words: list[str]) -> dict:
         ranks.gather(None)  # all ranks have ended
     lines = logged(Path(os.environ["FAKECUDA_LOG"]))
     kinds = Counter(LAUNCHES[line[0]] for line in lines if line[0] in LAUNCHES)
-    products = [index for index, line in enumerate(lines) if line[0] == "G"]
+    first = next(index for index, line in enumerate(lines) if line[0] == "G")
     copies = [line[1:] for line in lines if line[0] == "C"]
     waits = [f"{w.filename}:{w.lineno} {w.message}" for w in seen if "called a synchronizing" in str(w.message)]
     waits += [" ".join(line) for line in lines if line[0] == "S"]
@@ -113,7 +113,7 @@ def main(words: list[str]) -> dict:
         "launches": kinds.total(),
         **{kind: kinds[kind] for kind in LAUNCHES.values()},
         "triton_bytes": moved.total,
-        "ahead": sum(line[0] == "N" for line in lines[: products[0]]),
+        "ahead": sum(line[0] == "N" for line in lines[:first]),
         "peak": peak,
         "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),
