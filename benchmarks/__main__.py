@@ -13,9 +13,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import results
 from dlr_pretrain.cli import load
@@ -30,6 +30,10 @@ PARTS = {
     "compare": "our training step beside that of each --peer",
     "data": "batches from the given source, and its resume, on one core",
     "memory": "peak memory of a step beside the plan's, for each --variant, by default each kind of checkpointing",
+    "train": "a short run of train.py itself for each --variant: the tokens/s of its record",
+    "attention": "attention of each --variant, forward and backward, by each kernel",
+    "launches": "what it costs the host to launch a kernel: from Python, from compiled code, and in a graph",
+    "fp8": "some products of each --variant in bf16 and in fp8, and the error of fp8",
     "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
 }
 if TYPE_CHECKING:
@@ -135,22 +139,41 @@ def memory(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Ke
 
 
 def card(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
-    import torch
-
-    from benchmarks import card, variants
-    from dlr_pretrain.train.ranks import Ranks
+    from benchmarks import card, probes, variants
     from dlr_pretrain.util.tensors import WORKING_DTYPE
 
     configs = [variants.compose(variants.joined(overrides, name.split()))[0] for name in args.variant or [""]]
     dtype = WORKING_DTYPE[cfg.precision.name]
+    rows = {
+        "card": lambda device: card.everything(configs, device, dtype),
+        "attention": lambda device: (row for cfg in configs for row in card.attention(cfg, device, dtype)),
+        "launches": probes.launches,
+        "fp8": lambda device: (row for cfg in configs for row in probes.fp8(cfg, device)),
+    }[args.part]
+    return on_device(cfg, rows, keep), results.CARD, True
+
+
+def train(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
+    from benchmarks import probes, variants
+
+    chosen = {name or "run": variants.joined(overrides, name.split()) for name in args.variant or [""]}
+    return on_device(cfg, lambda _: probes.training(chosen), keep), results.TRAINING, True
+
+
+def on_device(cfg: Config, rows: Callable[[Any], Iterable[dict]], keep: Keep) -> dict:
+    """The rows that ``rows`` yields for the device of ``cfg``, kept one by one."""
+    import torch
+
+    from dlr_pretrain.train.ranks import Ranks
+
     with Ranks(cfg) as ranks:
         ranks.use_device()
         on_gpu = ranks.device.type == "cuda"
         found: dict = {"device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU", "variants": []}
-        for row in card.everything(configs, ranks.device, dtype):
+        for row in rows(ranks.device):
             found["variants"].append(row)
             keep(found)
-    return found, results.CARD, True
+    return found
 
 
 def data(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:
@@ -172,7 +195,8 @@ def measure(args: argparse.Namespace) -> int:
     named = {word.lstrip("+").partition("=")[0] for word in args.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
     overrides = args.overrides if "experiment" in named else [*usual, *args.overrides]
-    part = {"step": step, "compare": compare, "data": data, "memory": memory, "card": card}[args.part]
+    parts = {"step": step, "compare": compare, "data": data, "memory": memory, "train": train}
+    part = parts.get(args.part, card)
     about, before = results.about(), amount(stored(args))
 
     def keep(found: dict) -> None:

@@ -35,9 +35,7 @@ def everything(configs: list[Config], device: torch.device, dtype: torch.dtype) 
     yield from under_load(device, dtype)
     for cfg in configs:
         yield from products(cfg, device, dtype, POSITIONS)
-        width = cfg.scale.hidden_size // cfg.scale.num_heads
-        shape = (cfg.train.global_batch, cfg.scale.num_heads, cfg.train.seq_len, width)
-        yield from attention(shape, device, dtype)
+        yield from attention(cfg, device, dtype)
 
 
 def under_load(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE) -> Iterator[dict]:
@@ -89,9 +87,10 @@ def multiplications(
     yield "B, weight", 2 * m * b.numel(), lambda: torch.bmm(dy.mT, z)
 
 
-def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
-    """Yields causal attention of ``shape`` [rows, heads, positions, width], forward and backward, by each kernel."""
-    rows, _, length, _ = shape
+def attention(cfg: Config, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+    """Yields causal attention [rows, heads, positions, width] of ``cfg``, forward and backward, by each kernel."""
+    rows, heads, length = cfg.train.global_batch, cfg.scale.num_heads, cfg.train.seq_len
+    shape = (rows, heads, length, cfg.scale.hidden_size // heads)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(rows, 1, length, length)

@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh pack DIR             packs what a machine without a network needs: wheels, peers' code, tokens
 #   benchmarks/gpu.sh sizes DIR            lists what each slice takes along of it, and fails if one takes too much
-#   benchmarks/gpu.sh OUT SLICE ...        runs slices a b c d e f, the most important first; results in OUT/SLICE
+#   benchmarks/gpu.sh OUT SLICE ...        runs slices g e f h d, the most important first; results in OUT/SLICE
 #   benchmarks/gpu.sh OUT list             lists their commands
 #   python -m benchmarks.page OUT          writes benchmarks/gpu.md from the results
 #
@@ -44,9 +44,9 @@ pack() { # folder: wheels for the machine's Python (PACK_PYTHON), and copies of 
 sizes() ( # folder that `pack` wrote
   cd "$1" || exit
   code=0
-  for slice in a b c d e f; do
+  for slice in "${order[@]}"; do
     parts=(wheels)
-    case $slice in b) parts+=(tf448 peers) ;; [ef]) parts+=(tokens.tar.xz) ;; esac
+    case $slice in h) parts+=(tf448 peers tokens.tar.xz) ;; [efg]) parts+=(tokens.tar.xz) ;; esac
     size=$(du -mc --apparent-size "${parts[@]}" 2>/dev/null | tail -n 1 | cut -f 1) # what was not packed has no size
     echo "slice $slice takes ${parts[*]} along: $size MiB"
     if [ "$size" -ge 64 ]; then
@@ -130,70 +130,74 @@ compare() { # name, most seconds, checkout, arguments
   bench "$1" "$2" compare "${@:4}"
 }
 
-slice_a() {
-  bench step-1b 300 step scale=1b backbone=cola "train.global_batch=$rows_1b" "${small[@]}" \
-    --variant "dlr=off train.micro_batch=$rows_1b" --variant "dlr=on train.micro_batch=$rows_1b" \
-    --variant "dlr=off train.micro_batch=$few_1b" --variant "dlr=on train.micro_batch=$few_1b"
-  bench step-60m 300 step scale=60m backbone=cola "train.global_batch=$rows_60m" "${small[@]}" \
-    --variant "dlr=off train.micro_batch=$rows_60m" --variant "dlr=on train.micro_batch=$rows_60m" \
-    --variant "dlr=off train.micro_batch=$few_60m" --variant "dlr=on train.micro_batch=$few_60m"
-  bench card 90 card backbone=cola --variant "scale=60m train.global_batch=$rows_60m" \
+slice_g() { # what a launch costs, and what recorded micro-batches, our attention and fp8 bring
+  local cola=(backbone=cola dlr=on) text=(data=sample)
+  bench launches 60 launches
+  bench few-60m 100 step scale=60m "${cola[@]}" "train.global_batch=$rows_1b" "train.micro_batch=$rows_1b" \
+    "${small[@]}" "${recorded[@]}"
+  bench attention 100 attention "${cola[@]}" "${few_layers[@]}" --variant "scale=60m train.global_batch=$rows_60m" \
     --variant "scale=1b train.global_batch=$rows_1b"
+  bench few-1b 120 step scale=1b "${cola[@]}" "train.global_batch=$few_1b" "train.micro_batch=$few_1b" "${small[@]}" \
+    "${recorded[@]}"
+  bench fp8 60 fp8 "${cola[@]}" --variant scale=60m --variant scale=1b
+  bench step-1b 150 step scale=1b "${cola[@]}" "train.global_batch=$rows_1b" "${small[@]}" \
+    --variant "$compiled train.micro_batch=$rows_1b" \
+    --variant "$compiled train.micro_batch=$rows_1b attention=triton" \
+    --variant "$compiled train.micro_batch=$few_1b" \
+    --variant "$compiled train.micro_batch=$few_1b cuda_graphs=false"
+  local few=(--variant "$compiled train.micro_batch=$rows_60m")
+  bench step-60m 120 step scale=60m "${cola[@]}" "train.global_batch=$rows_60m" "${small[@]}" "${few[@]}" \
+    --variant "$compiled train.micro_batch=$rows_60m attention=triton"
+  bench step-60m-masked 80 step scale=60m "${cola[@]}" "train.global_batch=$rows_60m" "${small[@]}" "${few[@]}" \
+    --variant "$compiled train.micro_batch=$rows_60m attention=triton" data.mask_documents=true
+  TORCHINDUCTOR_USE_FAST_MATH=1 bench step-60m-fast-math 60 step scale=60m "${cola[@]}" \
+    "train.global_batch=$rows_60m" "${small[@]}" "${few[@]}"
+  if [ -d "${TOKENS:-}" ]; then text=(data=tokens "data.root=$TOKENS"); fi
+  device=$trains_on bench train-60m 120 train scale=60m "${cola[@]}" "${text[@]}" logger=jsonl "train.global_batch=$rows_60m" \
+    "train.micro_batch=$rows_60m" eval.tokens=200_000 eval.packing=packed eval.every=50 train.steps=100 \
+    checkpoint.every=50 "${trains_small[@]}" --variant "$compiled" --variant "$compiled cuda_graphs=false"
+  local rows=("train.global_batch=$rows_7b" "train.micro_batch=$rows_7b" train.activation_checkpointing=latent)
+  bench memory-7b 200 memory scale=7b "${cola[@]}" "${few_layers[@]}" "${rows[@]}" --variant compile=false \
+    --variant "compile=false optimizer=adamw_8bit precision=bf16_sr" --variant "$compiled"
 }
 
-slice_b() {
-  local cola=(--peer $adapter/cola.py --peer $adapter/cola.py:build_lean)
-  local dlr=(--peer $adapter/dlr.py --peer $adapter/dlr.py:build_off)
-  local path=$PYTHONPATH
-  PYTHONPATH=${TF448:+$TF448:}$path
-  compare cola-1b 240 CoLA scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${cola[@]}"
-  compare cola-60m 240 CoLA scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${cola[@]}"
-  PYTHONPATH=$path
-  compare dlr-60m 200 DLR scale=60m backbone=cola dlr=on "train.global_batch=$rows_1b" "${small[@]}" "${dlr[@]}"
-  compare dlr-1b 200 DLR scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${dlr[@]}"
-  bench dense-60m 150 compare scale=60m backbone=full "train.global_batch=$rows_1b" "${small[@]}" \
-    --peer $adapter/dlr.py:build_dense
-}
-
-slice_c() {
-  local rows=("train.global_batch=$few_1b" "train.micro_batch=$few_1b") kept=train.activation_checkpointing=latent
-  bench memory 200 memory backbone=cola dlr=on compile=false "${few_layers[@]}" --variant "scale=60m ${rows[*]}" \
-    --variant "scale=1b ${rows[*]}" --variant "scale=1b ${rows[*]} $kept"
-  rows=("train.global_batch=$rows_7b" "train.micro_batch=$rows_7b")
-  bench memory-7b 200 memory scale=7b backbone=cola dlr=on compile=false "${few_layers[@]}" "${rows[@]}" \
-    --variant $kept --variant "$kept optimizer=adamw_8bit precision=bf16_sr"
-  bench step-7b 200 step scale=7b backbone=cola dlr=on "${rows[@]}" "${small[@]}" --variant $kept
-  TAIL=4 once tests 300 "$python" -m pytest -q -m gpu -p no:cacheprovider -k "kept_latents or doctor or 7b" \
-    tests/gpu "${collect[@]}"
-}
-
-slice_d() { # few sequences, where the host may limit the speed
-  local few=(scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "train.micro_batch=$few_1b")
+slice_d() { # what a start costs: few sequences, cold and warm
   local scales=(backbone=cola dlr=on "$compiled" "train.global_batch=$few_1b" "train.micro_batch=$few_1b" "${few_layers[@]}"
     --variant scale=60m --variant scale=350m --variant scale=1b)
   local cold=${TMPDIR:-/tmp}/dlr_pretrain_cold.$UID
-  bench few-1b 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
-  TORCHINDUCTOR_CPP_WRAPPER=1 bench few-1b-cpp 150 step "${few[@]}" "${small[@]}" --variant "$compiled"
   if [ "$stage" = times ] && due cold; then rm -rf "$cold" "$out/$slice/cold.json"; fi # warm needs the caches of all
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench cold 240 memory "${scales[@]}"
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench warm 120 memory "${scales[@]}"
-  bench autotune-60m 300 step scale=60m backbone=cola dlr=on "train.global_batch=$rows_60m" \
-    "train.micro_batch=$few_60m" "${few_layers[@]}" --variant "$compiled" --variant "$autotune"
 }
 
-trained() { # backbones: runs with and without DLR, at two rates, with two seeds; the first seed's runs come first
-  local folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$1 steps=${STEPS:-340}
+slice_h() { # the pair of e that says most, on four times the tokens; tests; other code
+  local cola=(--peer $adapter/cola.py --peer $adapter/cola.py:build_lean)
+  local dlr=(--peer $adapter/dlr.py --peer $adapter/dlr.py:build_off)
+  local path=$PYTHONPATH
+  STEPS=$((4 * ${STEPS:-340})) trained 300 "${PAIR:-cola}"
+  TAIL=4 once tests 200 "$python" -m pytest -q -m gpu -p no:cacheprovider -k "${TESTS:-kept_latents or doctor or graph}" \
+    tests/gpu "${collect[@]}"
+  PYTHONPATH=${TF448:+$TF448:}$path
+  compare cola-1b 150 CoLA scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${cola[@]}"
+  PYTHONPATH=$path
+  compare dlr-1b 120 DLR scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${dlr[@]}"
+  bench dense-60m 90 compare scale=60m backbone=full "train.global_batch=$rows_1b" "${small[@]}" \
+    --peer $adapter/dlr.py:build_dense
+}
+
+trained() { # seconds, backbones: runs with and without DLR, at two rates, with two seeds; the first seed comes first
+  local most=$1 folder=${TMPDIR:-/tmp}/dlr_pretrain_runs.$UID/$slice backbones=$2 steps=${STEPS:-340}
   local text=(experiment=evidence_60m "data.root=${TOKENS:-TOKENS}")
   if [ "$stage" = times ] && [ ! -d "${TOKENS:-}" ]; then
     text=(experiment=evidence_60m data=sample eval.tokens=20_000)
     echo "$slice runs: TOKENS names no folder of prepare_data.py; the sample of this project is the text"
   fi
-  if [ -n "${GPU_REHEARSAL:-}" ]; then backbones=${1%%,*}; fi
+  if [ -n "${GPU_REHEARSAL:-}" ]; then backbones=${2%%,*}; fi
   packing "$folder" &
   local packer=$!
-  once runs 760 "$python" slurm/submit.py --local --limit "${JOBS:-4}" "${text[@]}" "device=$trains_on" \
+  once runs "$most" "$python" slurm/submit.py --local --limit "${JOBS:-2}" "${text[@]}" "device=$trains_on" \
     "run.root=$folder" "train.steps=$steps" "eval.every=$((steps / 4))" "checkpoint.every=$((steps / 4))" \
-    "${tiny[@]}" "$seeds" "backbone=$backbones" train.lr=0.003,0.01 dlr=off,on
+    train.micro_batch=512 "${tiny[@]}" "$seeds" "backbone=$backbones" "train.lr=${RATES:-0.003,0.01}" dlr=off,on
   kill $packer 2>/dev/null
   wait $packer 2>/dev/null
   packed "$folder"
@@ -213,36 +217,40 @@ packed() { # folder of runs: packs their records; the archive is whole at any ti
 #   LIMIT      780   690   600   400
 #   STEPS, e   340   340   284   164
 #   STEPS, f   252   224   188   108    (340 take two calls)
-slice_e() { trained cola,lowrank; }
-slice_f() { JOBS=${JOBS:-6} trained lost,lax,cola_lax; }
+slice_e() { trained 760 cola,lowrank; }
+slice_f() { trained 760 lost,lax,cola_lax; }
+
+order=(g e f h d)
 
 main() { # bash reads it whole before it runs, so an edit of this file does not change a running script
   if [[ ${1:-} = pack || ${1:-} = sizes ]]; then "$1" "${2:?usage: benchmarks/gpu.sh $1 DIR}" && exit; exit 1; fi
   out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
   shift
   slices=("$@")
-  [ ${#slices[@]} -gt 0 ] || slices=(a b c d e f)
-  device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 few_60m=128 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true autotune=compile=max-autotune
-  small=() few_layers=() tiny=() collect=() rounds=(--rounds 30) trace=(--trace)
+  [ ${#slices[@]} -gt 0 ] || slices=("${order[@]}")
+  device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true
+  small=() few_layers=() tiny=() trains_small=() collect=() rounds=(--rounds 30) trace=(--trace)
+  recorded=(--variant "$compiled" --variant "$compiled cuda_graphs=false")
   if [ -n "${GPU_REHEARSAL:-}" ]; then
-    rows_60m=4 few_60m=2 rows_1b=4 few_1b=2 rows_7b=2 compiled=${REHEARSED_COMPILE:-compile=false} autotune=$compiled
+    rows_60m=4 rows_1b=4 few_1b=2 rows_7b=2
     few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
     trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in device does not compute
     small=("${few_layers[@]}" "$compiled")
     tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
       train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)
+    trains_small=("${tiny[@]}" train.steps=4 eval.every=2 checkpoint.every=2)
   fi
-  declare -gA seconds=([a]=720 [b]=720 [c]=720 [d]=720 [e]=780 [f]=780)
+  declare -gA seconds=([g]=720 [e]=780 [f]=780 [h]=720 [d]=720)
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
   failed=() tied=()
   if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig TERM); fi
   if [[ " ${slices[*]} " = *" list "* ]]; then
     stage=list
-    for slice in a b c d e f; do slice_$slice; done
+    for slice in "${order[@]}"; do slice_$slice; done
     exit
   fi
   for slice in "${slices[@]}"; do
-    if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are a b c d e f" >&2 && exit 2; fi
+    if [ -z "${seconds[$slice]:-}" ]; then echo "error: $slice: no such slice. They are ${order[*]}" >&2 && exit 2; fi
   done
   local word listed
   listed=$(stage=list out=/dev/null && for slice in "${slices[@]}"; do slice_$slice; done) # with what has succeeded

@@ -4,7 +4,7 @@
     python -m benchmarks.page                 # writes the page again
 
 Each line of gpu.jsonl.gz is a result: its slice, its name, and what ``--json`` wrote. A result that the folder lacks is
-kept. The lines of slices e and f hold the varying settings and the evaluations of their runs.
+kept. The lines named runs hold the varying settings and the evaluations of their runs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ from dlr_pretrain.util.text import markdown_table
 HERE = Path(__file__).parent
 TABLE, PAGE = HERE / "gpu.jsonl.gz", HERE / "gpu.md"
 SLICES = {
+    "g": (
+        "Launches, recorded micro-batches, attention, fp8",
+        (
+            *("launches", "few-60m", "few-1b", "step-1b", "step-60m", "step-60m-masked", "step-60m-fast-math"),
+            *("attention", "fp8", "train-60m", "memory-7b"),
+        ),
+    ),
     "a": ("One card, and our step", ("card", "step-1b", "step-60m")),
-    "b": ("Beside other code", ("cola-60m", "cola-1b", "dlr-60m", "dlr-1b", "dense-60m")),
-    "c": ("Memory, and 7b", ("memory", "memory-7b", "step-7b")),
-    "d": ("Few sequences, and compiling", ("few-1b", "few-1b-cpp", "cold", "warm", "autotune-60m")),
+    "b": ("Beside other code", ("cola-60m", "cola-1b", "dlr-60m")),
+    "d": ("Compiling", ("cold", "warm")),
     "e": ("60m on real text: cola, lowrank", ("runs",)),
     "f": ("60m on real text: lost, lax, cola_lax", ("runs",)),
+    "h": ("60m on more text, and other code", ("runs", "cola-1b", "dlr-1b", "dense-60m")),
 }
 KINDS = {  # of kernels, by their names: the first that fits; those of the optimizer also compute the gradient's norm
     "attention": "sdpa|cudnn::fusion|flash|fmha",
@@ -54,11 +61,11 @@ column *other*; a blank kind is not among the 30. Attention by plain products, a
 
 
 def collected(folder: Path) -> Iterator[dict]:
-    for piece in sorted(folder.glob("[a-f]/*.json")):
+    for piece in sorted(folder.glob("[a-h]/*.json")):
         found = json.loads(piece.read_text())
         found["command"] = re.sub(r" --json \S+", "", found["command"])  # the path means nothing on another machine
         yield {"slice": piece.parent.name, "name": piece.stem} | found
-    for archive in sorted(folder.glob("[ef]/runs.tgz")):
+    for archive in sorted(folder.glob("[efh]/runs.tgz")):
         yield {"slice": archive.parent.name, "name": "runs", "runs": list(runs_in(archive))}
 
 
@@ -108,8 +115,9 @@ def section(name: str, line: dict) -> str:
     if batch:
         rounds = max(len(variant.get("seconds", [])) for variant in line["variants"])
         shape = f"{batch['rows']} x {batch['seq_len']} tokens, {rounds} rounds. "
-    tables = {"step": results.STEPS, "compare": results.STEPS, "memory": results.MEMORY, "card": results.CARD}
-    shown = [results.table(tables[part], [v for v in line["variants"] if "positions" not in v])]
+    tables = {"step": results.STEPS, "compare": results.STEPS, "memory": results.MEMORY}
+    tables["train"] = results.TRAINING
+    shown = [results.table(tables.get(part, results.CARD), [v for v in line["variants"] if "positions" not in v])]
     if part == "card":
         shown.append(products([v for v in line["variants"] if "positions" in v]))
     if traced := [variant for variant in line["variants"] if variant.get("traced")]:

@@ -104,10 +104,21 @@ DATA: Columns = {
     "highest": lambda v: f"{max(v['values']):.4g}",
     "by processor time": lambda v: "processor" in v and f"{median(v['processor']):.4g}",
 }
+TRAINING: Columns = {
+    "variant": lambda v: v["name"],
+    "steps": lambda v: str(v["steps"]),
+    "tokens/s": lambda v: v["tokens_per_second"] and f"{v['tokens_per_second']:,.0f}",
+    "MFU, data sheet": lambda v: v["mfu"] and f"{100 * v['mfu']:.1f}%",
+    "peak GB": lambda v: f"{v['peak'] / 1e9:.2f}",
+    "first step after s": lambda v: f"{v['first_s']:.3g}",
+    "process s": lambda v: f"{v['wall_s']:.3g}",
+    "last evaluation": lambda v: v["eval_loss"] and f"{v['eval_loss']:.4f}",
+}
 CARD: Columns = {
     "what": lambda v: v["name"],
     "positions": lambda v: "positions" in v and f"{v['positions']:,}",
     "ms": lambda v: "ms" in v and f"{v['ms']:.4g}",
+    "µs a launch": lambda v: "us" in v and f"{v['us']:.3g}",
     "TFLOP/s": lambda v: v.get("flops_per_second") and f"{v['flops_per_second'] / 1e12:.4g}",
     "GB/s": lambda v: "GB/s" in v and f"{v['GB/s']:,.0f}",
     "state": lambda v: ", ".join(f"{key} {value}" for key, value in v.get("state", {}).items()),

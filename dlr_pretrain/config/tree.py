@@ -266,6 +266,8 @@ class Config:
         "torch.compile, block by block; max-autotune: tries more kernels", True
     )
 
+    cuda_graphs: bool = key("on a GPU, record a compiled micro-batch once and replay it as a CUDA graph", True)
+
     @property
     def warmup_steps(self) -> int:
         given = self.train.warmup_steps

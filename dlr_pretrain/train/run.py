@@ -135,6 +135,7 @@ class Run:
             tensors = saved_tensors(model, optimizer.values)
             saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
             update = Update(cfg, ranks, model, optimizer)
+            opened.callback(update.close)
             evaluator = Evaluator(corpus.validation, update.micro_batch, ranks, one_shape=bool(cfg.compile))
             guard = Guard(cfg, ranks, self.stop, saver, console, corpus.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -15,7 +16,7 @@ from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, relora
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.optim.optimizer import Optimizer
-from dlr_pretrain.train import parallel
+from dlr_pretrain.train import parallel, recorded
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 
@@ -50,6 +51,22 @@ def to_host(outcome: Outcome[Tensor]) -> Callable[[], Outcome[float]]:
     return wait
 
 
+def add_gradients(
+    model: Llama, summing: Callable[[bool], AbstractContextManager[None]], last: bool, inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """Add the gradients of one micro-batch to those of the update; the ``last`` one sums them over ranks.
+
+    ``inputs`` are those of ``model``, and the count of targets that divides its loss. Returns the loss.
+    """
+    *batch, count = inputs
+    with summing(last):
+        with record_function("forward"):
+            loss = model(*batch) / count
+        with record_function("backward"):
+            loss.backward()
+    return loss.detach()
+
+
 class Update:
     """Computes all gradients of a global batch, then takes the optimizer's step."""
 
@@ -57,7 +74,10 @@ class Update:
         self.cfg, self.ranks, self.model, self.optimizer = cfg, ranks, model, optimizer
         if cfg.compile:
             parallel.compile_(cfg, model)
-        self.summing, self.parameters = parallel.summing(model, ranks.world_size), list(model.parameters())
+        self.parameters = list(model.parameters())
+        self.compute: recorded.Compute = partial(add_gradients, model, parallel.summing(model, ranks.world_size))
+        if recorded.why_not(cfg, ranks) is None:
+            self.compute = recorded.Recorded(self.compute, self.parameters, ranks)
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
@@ -98,13 +118,7 @@ class Update:
         losses = []
         for number, inputs in enumerate(micro_batches, 1):
             self.ranks.heartbeat.tick()
-            last = number == len(micro_batches)
-            with self.summing(last):
-                with record_function("forward"):
-                    loss = self.model(*inputs) / count
-                with record_function("backward"):
-                    loss.backward()
-            losses.append(loss.detach())
+            losses.append(self.compute(number == len(micro_batches), (*inputs, count)))
         return torch.stack(losses).sum()
 
     @record_function("optimizer")
@@ -116,6 +130,11 @@ class Update:
             self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
         self.clear()
         return norm, skipped
+
+    def close(self) -> None:
+        """Free the CUDA graphs, before the process group that they use ends."""
+        if isinstance(self.compute, recorded.Recorded):
+            self.compute = self.compute.compute
 
     def clear(self) -> None:
         """Clear all gradients."""

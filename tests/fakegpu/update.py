@@ -3,10 +3,12 @@
 waits           calls for which the host waits for the device: as torch reports them, with their line, and what the
                 device saw of streams, events and unpinned copies
 to_device       bytes of each copy from the host
-launches        kernels, products, copies, fills and collectives
+illegal         calls within a recording that a CUDA graph does not allow, in all updates
+launches        kernels, products, copies, fills, collectives and graphs
 triton, products, collectives     of these, by kind; triton_bytes: read and written by the Triton kernels
-ahead           collectives before the first product
+ahead           collectives before the first product or graph
 peak, planned   bytes: of the device's allocator without the workspaces of products, and of the plan
+reserved        bytes that the allocator holds, workspaces included
 graph_breaks    of all updates; recompiled: graphs that were compiled after the first update
 uncached        graphs that the compiler does not keep for a later start
 host_ms         the host's processor time, of all its threads: the least of some later updates
@@ -31,13 +33,15 @@ from benchmarks.protocol import warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.state import new_model
 from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import to_host
 
 TIMED = 10  # further updates, for host_ms
-STEADY = 2  # the update that is reported: compiled, and with the optimizer's state
+STEADY = 3  # the update that is reported: compiled, recorded, and with the optimizer's state
 LAUNCHES = {"K": "kernels", "T": "triton", "G": "products", "N": "collectives", "MEMSET": "fills", "C": "copies"}
+LAUNCHES |= {"GRAPH": "graphs"}  # whose kernels do not count
 
 
 class TritonBytes:
@@ -62,15 +66,17 @@ def mark(text: str) -> None:
     ctypes.CDLL(None).fakecuda_mark(text.encode())
 
 
-def logged(path: Path) -> list[list[str]]:
-    """The fields of each line of the device's log between the marks of the steady update."""
+def logged(path: Path) -> tuple[list[list[str]], list[str]]:
+    """The fields of each line of the device's log between the marks of the steady update, and all illegal calls."""
     lines = path.read_text(errors="replace").split("\n")
-    return [line.split("\t") for line in lines[lines.index("# steady") + 1 : lines.index("# end")]]
+    steady = [line.split("\t") for line in lines[lines.index("# steady") + 1 : lines.index("# end")]]
+    return steady, [line for line in lines if line.startswith("ILLEGAL")]
 
 
 def main(words: list[str]) -> dict:
     cfg = load([*words, "data=sample", "logger=jsonl", "device=cuda"], int(os.environ.get("WORLD_SIZE", "1")))
     vocab_size, moved = cfg.planned_vocab_size, TritonBytes()
+    Recorded.difference = lambda *_: None  # the device computes no values
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN itself needs a device; flash attention is torch's own
     with Ranks(cfg) as ranks:
         ranks.use_device()
@@ -100,9 +106,9 @@ def main(words: list[str]) -> dict:
             pending.append(to_host(update(batch, index, 1e-3)))
             seconds.append(time.process_time() - start)
         ranks.gather(None)  # all ranks have ended
-    lines = logged(Path(os.environ["FAKECUDA_LOG"]))
+    lines, illegal = logged(Path(os.environ["FAKECUDA_LOG"]))
     kinds = Counter(LAUNCHES[line[0]] for line in lines if line[0] in LAUNCHES)
-    first = next(index for index, line in enumerate(lines) if line[0] == "G")
+    first = next(index for index, line in enumerate(lines) if line[0] in ("G", "GRAPH"))
     copies = [line[1:] for line in lines if line[0] == "C"]
     waits = [f"{w.filename}:{w.lineno} {w.message}" for w in seen if "called a synchronizing" in str(w.message)]
     waits += [" ".join(line) for line in lines if line[0] == "S"]
@@ -114,7 +120,9 @@ def main(words: list[str]) -> dict:
         **{kind: kinds[kind] for kind in LAUNCHES.values()},
         "triton_bytes": moved.total,
         "ahead": sum(line[0] == "N" for line in lines[:first]),
+        "illegal": illegal,
         "peak": peak,
+        "reserved": torch.cuda.max_memory_reserved(),
         "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),
         "recompiled": counters["stats"]["unique_graphs"] - graphs[0],
