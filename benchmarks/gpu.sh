@@ -153,9 +153,12 @@ slice_g() { # what a launch costs, and what recorded micro-batches, our attentio
   TORCHINDUCTOR_USE_FAST_MATH=1 bench step-60m-fast-math 60 step scale=60m "${cola[@]}" \
     "train.global_batch=$rows_60m" "${small[@]}" "${few[@]}"
   if [ -d "${TOKENS:-}" ]; then text=(data=tokens "data.root=$TOKENS"); fi
+  device=$trains_on bench train-60m-fsdp 80 train scale=60m "${cola[@]}" data=sample logger=jsonl parallel=fsdp \
+    "train.global_batch=$rows_1b" "train.micro_batch=$few_1b" eval.tokens=20_000 train.steps=40 \
+    "${trains_small[@]}" "${runs[@]}"
   device=$trains_on bench train-60m 120 train scale=60m "${cola[@]}" "${text[@]}" logger=jsonl "train.global_batch=$rows_60m" \
     "train.micro_batch=$rows_60m" eval.tokens=200_000 eval.packing=packed eval.every=50 train.steps=100 \
-    checkpoint.every=50 "${trains_small[@]}" --variant "$compiled" --variant "$compiled cuda_graphs=false"
+    checkpoint.every=50 "${trains_small[@]}" "${runs[@]}"
   local rows=("train.global_batch=$rows_7b" "train.micro_batch=$rows_7b" train.activation_checkpointing=latent)
   bench memory-7b 200 memory scale=7b "${cola[@]}" "${few_layers[@]}" "${rows[@]}" --variant compile=false \
     --variant "compile=false optimizer=adamw_8bit precision=bf16_sr" --variant "$compiled"
@@ -231,6 +234,7 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
   device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true
   small=() few_layers=() tiny=() trains_small=() collect=() rounds=(--rounds 30) trace=(--trace)
   recorded=(--variant "$compiled" --variant "$compiled cuda_graphs=false")
+  runs=("${recorded[@]}")
   if [ -n "${GPU_REHEARSAL:-}" ]; then
     rows_60m=4 rows_1b=4 few_1b=2 rows_7b=2
     few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
@@ -238,6 +242,7 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
     small=("${few_layers[@]}" "$compiled")
     tiny=(scale.hidden_size=32 scale.intermediate_size=88 scale.num_heads=2 scale.num_layers=1 scale.rank=8 compile=false
       train.global_batch=4 train.micro_batch=4 train.seq_len=32 eval.tokens=2_000 data.packing=packed)
+    runs=(--variant compile=false)
     trains_small=("${tiny[@]}" train.steps=4 eval.every=2 checkpoint.every=2)
   fi
   declare -gA seconds=([g]=720 [e]=780 [f]=780 [h]=720 [d]=720)

@@ -129,5 +129,5 @@ def training(variants: dict[str, list[str]]) -> Iterator[dict]:
             "first_s": records[0]["time"] - begun,
             "wall_s": time.time() - begun,
             "eval_loss": evaluated[-1]["eval/loss"] if evaluated else None,
-            "said": [row for row in (done.stdout + done.stderr).splitlines() if "graph" in row],
+            "said": [row.strip() for row in (done.stdout + done.stderr).splitlines() if "CUDA graphs" in row],
         }

@@ -113,6 +113,7 @@ TRAINING: Columns = {
     "first step after s": lambda v: f"{v['first_s']:.3g}",
     "process s": lambda v: f"{v['wall_s']:.3g}",
     "last evaluation": lambda v: v["eval_loss"] and f"{v['eval_loss']:.4f}",
+    "graphs": lambda v: " ".join(v["said"]),
 }
 CARD: Columns = {
     "what": lambda v: v["name"],
