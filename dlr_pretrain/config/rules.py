@@ -18,6 +18,7 @@ from dlr_pretrain.util.secrets import redact
 
 # A key or a prefix of keys, another key, and the values of that other key for which the former are read.
 READ_IF: list[tuple] = [
+    ("cuda_graphs", "compile", True, "max-autotune"),
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
     ("profile.", "profile.enabled", True),
@@ -71,7 +72,7 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
     """Yields the reasons why the run would not read the key ``name``."""
     for key, other, *wanted in READ_IF:
         if name.startswith(key) and other in values and values[other] not in wanted:
-            group, leaf = other.split(".")
+            group, _, leaf = other.rpartition(".")
             value = values[f"{group}.name" if leaf == "enabled" else other]
             names_option = leaf in ("enabled", "view", "source", "name")
             yield f"{group}={value}" if names_option else f"{other}={as_typed(value)}"

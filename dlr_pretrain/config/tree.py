@@ -293,6 +293,15 @@ class Config:
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
 
+    def without_graphs(self, world_size: int) -> str | None:
+        """Why a GPU does not replay micro-batches as CUDA graphs; None if it does."""
+        if not self.compile or not self.cuda_graphs:
+            return "cuda_graphs=false" if self.compile else "compile=false"
+        several = self.train.global_batch > world_size * self.micro_batch(world_size)
+        if self.parallel.name == "hsdp" and several:
+            return "hsdp sums several micro-batches outside their gradients"
+        return None
+
     def shards(self, world_size: int) -> int:
         """The number of ranks that hold one copy of the state: 1 under ddp, all under fsdp, a node's under hsdp."""
         if self.parallel.name != "hsdp":

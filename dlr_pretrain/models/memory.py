@@ -36,6 +36,9 @@ class Memory:
     backward pass, with logits. ``temporaries`` are everything else at the peak of forward and backward pass. The
     optimizer's temporaries are not counted.
 
+    ``graphs`` is what CUDA graphs need beside them: an evaluation's forward pass, because they keep the memory of their
+    micro-batch, and a copy of the gradients while a graph is checked.
+
     With ``parallel=fsdp`` or ``hsdp``, ``weights`` are a rank's rows of the state (without masters) and all tensors
     that every rank holds whole. ``temporaries`` include gathered weights, and whole gradients before their reduction.
     """
@@ -46,6 +49,7 @@ class Memory:
     optimizer_state: int
     activations: int
     temporaries: int
+    graphs: int
     total: int
 
 
@@ -74,8 +78,12 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     masters = _size(values.values()) if has_masters else 0
     optimizer = state_bytes(cfg.optimizer, optimized, partial(split, model))
     backward = peak + (gradients if summed else 0)
-    total = weights + masters + optimizer + max(backward, gradients + casts)
-    return Memory(weights, masters, gradients + casts, optimizer, kept, peak - kept, total)
+    graphs = 0
+    if cfg.without_graphs(ranks) is None:
+        graphs = forward_bytes(model, micro_batch, cfg.train.seq_len, cfg.data.mask_documents)
+        graphs += gradients if summed else 0
+    total = weights + masters + optimizer + max(backward, gradients + casts) + graphs
+    return Memory(weights, masters, gradients + casts, optimizer, kept, peak - kept, graphs, total)
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
@@ -104,9 +112,13 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     temporaries = peak - kept + 2 * whole
     if cfg.parallel.name == "hsdp" and working != state:  # torch keeps the sum over nodes beside its cast
         temporaries += sum(p.numel() for p in trained.values()) * working.itemsize
+    graphs = 0
+    if cfg.without_graphs(ranks) is None:
+        graphs = whole + forward_bytes(model, *positions, masked=masked)
+        graphs += gradients if cfg.train.global_batch > ranks * cfg.micro_batch(ranks) else 0
     start = (sum(blocks) + root) * state.itemsize  # each rank first allocates the whole model
-    total = weights + max(start, optimizer + gradients + kept + temporaries)
-    return Memory(weights, 0, gradients, optimizer, kept, temporaries, total)
+    total = weights + max(start, optimizer + gradients + kept + temporaries + graphs)
+    return Memory(weights, 0, gradients, optimizer, kept, temporaries, graphs, total)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -129,6 +141,15 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
         kept = alive.now()
         loss.backward()
     return kept, alive.peak, _size(p.grad for p in trained if p.grad is not None)
+
+
+@torch.no_grad()
+def forward_bytes(model: Llama, micro_batch: int, seq_len: int, masked: bool = False) -> int:
+    """The bytes at the peak of a forward pass that keeps nothing, as ``step_bytes`` counts them."""
+    with attention_as_on_a_gpu(), _Alive([*model.parameters(), *model.buffers()]) as alive:
+        ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
+        model(ids, ids, ids if masked else None)
+    return alive.peak
 
 
 class _Alive(TorchDispatchMode):

@@ -16,7 +16,6 @@ from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.corpus import FEW_TOKENS, WARNED_UNKNOWN, Corpus
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.recorded import why_not
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
@@ -96,10 +95,10 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     every = cfg.optimizer.restart_every or cfg.backbone.merge_every
     restarts = f", restarting every {plural(every, 'step')}" if every else ""
     vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
-    reason = why_not(cfg, ranks)
     how = [cfg.precision.name, describe_device(ranks.device), *(["compiled"] if cfg.compile else [])]
     if ranks.device.type == "cuda":
-        how.append(f"no CUDA graphs: {reason}" if reason else "replayed as CUDA graphs")
+        reason = cfg.without_graphs(world)
+        how.append(f"no CUDA graphs: {reason}" if reason else "micro-batches as CUDA graphs")
     table = {
         "run": str(run_dir),
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({options})' if options else ''}, {dlr}",

@@ -15,25 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import Config
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import first_line, write_to_stderr
 from dlr_pretrain.util.sharded import local_rows
 
 Compute = Callable[[bool, tuple[Tensor, ...]], Tensor]  # last, inputs -> loss; assigns gradients, or adds to them
 DRIFT = 1e-2  # relative, of one gradient's norm: attention's backward pass adds in the order of arrival
-
-
-def why_not(cfg: Config, ranks: Ranks) -> str | None:
-    """Why micro-batches are not recorded; None if they are."""
-    several = cfg.train.global_batch > ranks.world_size * cfg.micro_batch(ranks.world_size)
-    reasons = {
-        "cuda_graphs=false": not cfg.cuda_graphs,
-        "compile=false": not cfg.compile,
-        "on a CPU": ranks.device.type != "cuda",
-        "hsdp sums several micro-batches outside their gradients": cfg.parallel.name == "hsdp" and several,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class CudaGraph:

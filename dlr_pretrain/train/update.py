@@ -16,8 +16,9 @@ from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, relora
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.optim.optimizer import Optimizer
-from dlr_pretrain.train import parallel, recorded
+from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.recorded import Compute, Recorded
 from dlr_pretrain.util.tensors import IGNORE
 
 MATRIX_UPDATE_SECONDS = 7200.0  # for an update of matrices: GaLore's decomposes all gradients of a 7b model
@@ -75,9 +76,9 @@ class Update:
         if cfg.compile:
             parallel.compile_(cfg, model)
         self.parameters = list(model.parameters())
-        self.compute: recorded.Compute = partial(add_gradients, model, parallel.summing(model, ranks.world_size))
-        if recorded.why_not(cfg, ranks) is None:
-            self.compute = recorded.Recorded(self.compute, self.parameters, ranks)
+        self.compute: Compute = partial(add_gradients, model, parallel.summing(model, ranks.world_size))
+        if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
+            self.compute = Recorded(self.compute, self.parameters, ranks)
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
@@ -133,7 +134,7 @@ class Update:
 
     def close(self) -> None:
         """Free the CUDA graphs, before the process group that they use ends."""
-        if isinstance(self.compute, recorded.Recorded):
+        if isinstance(self.compute, Recorded):
             self.compute = self.compute.compute
 
     def clear(self) -> None:

@@ -40,7 +40,8 @@ pytestmark = [
 ROWS, LENGTH = 16, 256
 SHAPE = ["scale=60m", "scale.num_layers=2", f"train.global_batch={ROWS}"]
 BATCH = [4 * ROWS * (LENGTH + 1), 4 * ROWS, 4 * 8]  # bytes of tokens, lengths and counts
-COMPILED_COLA = ("compile=true", "backbone=cola")
+LAUNCHED = ("compile=true", "cuda_graphs=false")  # one by one, to count them
+COMPILED_COLA = (*LAUNCHED, "backbone=cola")
 DLR_LAUNCHES = {"bf16": 3, "bf16_mixed": 1}  # that DLR adds to an update: docs/concepts.md says why
 
 
@@ -95,30 +96,30 @@ def shown(out: Path, name: str) -> str:
     return own
 
 
-@pytest.mark.parametrize("name", "abcdef")
+@pytest.mark.parametrize("name", "gefhd")
 def test_a_slice_of_the_gpu_programme_runs_to_its_last_line(tmp_path, rehearsal, name):
     """Small; the same command leaves out what has a result, and the page shows all but other code that is not here."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first, again = (subprocess.run(**rehearsal(name), **output) for _ in range(2))
     assert first.returncode == 0, first.stdout[-3000:]
     assert again.returncode == 0 and "exit code" not in again.stdout
-    own, others = shown(tmp_path / "out", name), ["cola-60m", "cola-1b", "dlr-60m", "dlr-1b"]
-    missing = others if name == "b" and "PEERS_DIR" not in os.environ else []
+    own, others = shown(tmp_path / "out", name), ["cola-1b", "dlr-1b", "dense-60m"]
+    missing = others if name == "h" and "PEERS_DIR" not in os.environ else []
     assert re.findall(r"`(\S+)`: not measured", own) == missing
     assert not re.search("unchecked|not measured: ", own)  # the latter is a failed step, with its error
 
 
 def test_a_slice_killed_in_its_first_rounds_goes_on(tmp_path, rehearsal):
     """All results are whole at the kill, and the same command completes them."""
-    result, own = tmp_path / "out" / "a" / "step-1b.json", rehearsal("a")
+    result, own = tmp_path / "out" / "g" / "few-60m.json", rehearsal("g")
     killed = subprocess.Popen(**own, stdin=subprocess.PIPE, start_new_session=True)
     while not result.exists():  # it is first written after the first round
         assert killed.poll() is None
         time.sleep(0.01)
     killed_with_its_group(killed)
-    assert "unchecked" in shown(tmp_path / "out", "a")
+    assert "unchecked" in shown(tmp_path / "out", "g")
     assert subprocess.run(**own).returncode == 0
-    assert not re.search("unchecked|: not measured|not measured: ", shown(tmp_path / "out", "a"))
+    assert not re.search("unchecked|: not measured|not measured: ", shown(tmp_path / "out", "g"))
 
 
 @pytest.mark.parametrize("words", [
@@ -130,11 +131,12 @@ def test_a_slice_killed_in_its_first_rounds_goes_on(tmp_path, rehearsal):
     ("precision=bf16", "optimizer=adamw_8bit"),
     ("precision=bf16_sr", "optimizer=adamw_8bit"),
 ], ids=" ".join)  # fmt: skip
-@pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])
-def test_the_host_waits_for_nothing_and_sends_the_batch_alone(update, words, compiled):
+@pytest.mark.parametrize("how", [("compile=false",), LAUNCHED, ("compile=true",)], ids=" ".join)
+def test_the_host_waits_for_nothing_and_sends_the_batch_alone(update, words, how):
     if "optimizer=adamw_8bit" in words:
         pytest.importorskip("torchao")
-    (found,) = update("backbone=cola", "dlr=on", compiled, *words)
+    (found,) = update("backbone=cola", "dlr=on", *how, *words)
+    assert found["illegal"] == []
     assert found["waits"] == []
     assert found["to_device"] == BATCH
     assert found["graph_breaks"] == {} and found["recompiled"] == 0 and found["uncached"] == 0
@@ -170,9 +172,38 @@ def test_eager_code_takes_the_memory_of_the_plan(update, words):
     assert found["peak"] == pytest.approx(found["planned"], rel=0.05)
 
 
-@pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])
+@pytest.mark.parametrize(("words", "most"), [
+    (("scale=60m", "scale.num_layers=8"), 70),
+    (("scale=1b", "scale.num_layers=24"), 130),
+    (("scale=1b", "scale.num_layers=24", f"train.global_batch={4 * ROWS}", f"train.micro_batch={ROWS}"), 145),
+    (("scale=1b", "scale.num_layers=24", "parallel=fsdp"), 420),
+    (("scale=1b", "train.activation_checkpointing=latent"), 130),
+    (("scale=1b", "data.mask_documents=true"), 130),
+], ids=lambda given: " ".join(given) if isinstance(given, tuple) else None)  # fmt: skip
+def test_a_graph_replaces_the_launches_of_a_micro_batch(update, words, most):
+    """An update launches graphs and its optimizer. Beside a graph, evaluations have the memory that the plan counts."""
+    (graphs,), (launched,) = (update("backbone=cola", "dlr=on", *how, *words) for how in (("compile=true",), LAUNCHED))
+    assert graphs["illegal"] == graphs["waits"] == []
+    assert graphs["graphs"] == (4 if f"train.micro_batch={ROWS}" in words else 1)
+    assert graphs["launches"] <= most < launched["launches"]
+    assert (
+        graphs["reserved"] - launched["reserved"] < graphs["planned"] - launched["planned"] + 0.03 * graphs["planned"]
+    )
+
+
+@pytest.mark.parametrize(("parallel", "micro_batch"), [("ddp", 4), ("fsdp", 4), ("hsdp", 8)])
+def test_ranks_replay_graphs_with_their_collectives(update, parallel, micro_batch):
+    words = [f"parallel={parallel}", f"train.micro_batch={micro_batch}", "train.global_batch=16"]
+    words += ["parallel.shards=1"] if parallel == "hsdp" else []
+    for found in update("backbone=cola", "dlr=on", "compile=true", *words, ranks=2):
+        assert found["illegal"] == found["waits"] == []
+        assert found["graphs"] == 8 // micro_batch
+        assert found["collectives"] == {"ddp": 2, "fsdp": 3, "hsdp": 3}[parallel]  # counts, loss; FSDP's norm
+
+
+@pytest.mark.parametrize("how", [("compile=false",), LAUNCHED], ids=" ".join)
 @pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
-def test_several_ranks(update, parallel, ranks, compiled):
+def test_several_ranks(update, parallel, ranks, how):
     """No rank waits; each sums the counts and the loss, and the gradients of each block, or FSDP's rows of them.
 
     The plan of FSDP is a bound: it counts all that may be gathered at a time. HSDP has two copies of two shards.
@@ -180,13 +211,13 @@ def test_several_ranks(update, parallel, ranks, compiled):
     least, most = (0.95, 1.05) if parallel == "ddp" else (0.85, 1.0)
     words = (f"parallel={parallel}", "train.micro_batch=4", f"train.global_batch={8 * ranks}")
     words += ("parallel.shards=2",) if parallel == "hsdp" else ()
-    for found in update("backbone=cola", "dlr=on", compiled, *words, ranks=ranks):
+    for found in update("backbone=cola", "dlr=on", *how, *words, ranks=ranks):
         assert found["waits"] == []
         assert found["graph_breaks"] == {} and found["recompiled"] == 0
         assert found["collectives"] > 2
         # the counts; under FSDP embedding and head, the first block, and the second before the first computes
         assert found["ahead"] == (1 if parallel == "ddp" else 4)
-        if compiled == "compile=false":
+        if how == ("compile=false",):
             assert least * found["planned"] < found["peak"] < most * found["planned"]
 
 

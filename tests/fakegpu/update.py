@@ -31,12 +31,13 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # nor of
 
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.cli import load
+from dlr_pretrain.data import Batch
 from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.state import new_model
 from dlr_pretrain.train.trial import random_batch, trial
-from dlr_pretrain.train.update import to_host
+from dlr_pretrain.train.update import Update, to_host
 
 TIMED = 10  # further updates, for host_ms
 STEADY = 3  # the update that is reported: compiled, recorded, and with the optimizer's state
@@ -73,6 +74,12 @@ def logged(path: Path) -> tuple[list[list[str]], list[str]]:
     return steady, [line for line in lines if line.startswith("ILLEGAL")]
 
 
+@torch.no_grad()
+def evaluate(update: Update, batch: Batch) -> None:
+    """One forward pass, as an evaluation does: beside a recorded micro-batch it needs memory of its own."""
+    update.model(*(rows[: update.micro_batch] for rows in update.inputs(batch)))
+
+
 def main(words: list[str]) -> dict:
     cfg = load([*words, "data=sample", "logger=jsonl", "device=cuda"], int(os.environ.get("WORLD_SIZE", "1")))
     vocab_size, moved = cfg.planned_vocab_size, TritonBytes()
@@ -105,6 +112,8 @@ def main(words: list[str]) -> dict:
             start = time.process_time()
             pending.append(to_host(update(batch, index, 1e-3)))
             seconds.append(time.process_time() - start)
+        recompiled = counters["stats"]["unique_graphs"] - graphs[0]
+        evaluate(update, batch)
         ranks.gather(None)  # all ranks have ended
     lines, illegal = logged(Path(os.environ["FAKECUDA_LOG"]))
     kinds = Counter(LAUNCHES[line[0]] for line in lines if line[0] in LAUNCHES)
@@ -125,7 +134,7 @@ def main(words: list[str]) -> dict:
         "reserved": torch.cuda.max_memory_reserved(),
         "planned": planned,
         "graph_breaks": dict(counters["graph_break"]),
-        "recompiled": counters["stats"]["unique_graphs"] - graphs[0],
+        "recompiled": recompiled,
         "uncached": counters["aot_autograd"]["autograd_cache_bypass"],
         "host_ms": 1e3 * min(seconds),
     }

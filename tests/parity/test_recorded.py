@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.optim.schedule import merge_due, rate
-from dlr_pretrain.train import recorded
 from dlr_pretrain.train.parallel import is_fsdp
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
@@ -118,8 +116,7 @@ def test_ranks_replay_their_sums(parallel, ranks):
     on_ranks(lambda: assert_equal(config(words, ranks)), ranks)
 
 
-def test_the_summary_says_why_micro_batches_are_not_recorded():
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), world_size=4)
+def test_a_configuration_knows_why_it_has_no_graphs():
     hsdp = ("parallel=hsdp", "parallel.shards=2", "train.global_batch=16", "train.micro_batch=2")
     for words, reason in (
         (("compile=true",), None),
@@ -127,7 +124,7 @@ def test_the_summary_says_why_micro_batches_are_not_recorded():
         (("compile=true", "cuda_graphs=false"), "cuda_graphs=false"),
         (("compile=true", *hsdp), "hsdp sums several micro-batches outside their gradients"),
     ):
-        assert recorded.why_not(config((*COLA, *words), 4), on_gpu) == reason
+        assert config((*COLA, *words), 4).without_graphs(4) == reason
 
 
 # ----------------------------------------------------------------------------------------------------
