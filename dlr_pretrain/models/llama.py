@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
         """The latent of q, k and v -> the input [B, T, D] of the output projection; causal even without a bias."""
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z))
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z).unbind(0))
         y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, bias)
         return y.transpose(1, 2).flatten(2)
 
@@ -126,7 +126,7 @@ class MLP(nn.Module):
 
     def combine(self, z: Tensor) -> Tensor:
         """The latent of gate and up -> the input of the down projection."""
-        gate, up = self.gate_up.expand(z)
+        gate, up = self.gate_up.expand(z).unbind(0)
         return (F.silu(gate) if self.silu else gate) * up
 
 
@@ -160,10 +160,10 @@ class Block(nn.Module):
         attention, mlp = self.self_attn, self.mlp
         z, qkv = attention.qkv.latent(self.input_layernorm(x), carried[0])
         z, o = attention.o.latent(attention.attend(z, cos, sin, bias), carried[1])
-        x = x + attention.o.expand(z)[0]
+        x = x + attention.o.expand(z).unbind(0)[0]
         z, gate_up = mlp.gate_up.latent(self.post_attention_layernorm(x), carried[2])
         z, down = mlp.down.latent(mlp.combine(z), carried[3])
-        return x + mlp.down.expand(z)[0], (qkv, o, gate_up, down)
+        return x + mlp.down.expand(z).unbind(0)[0], (qkv, o, gate_up, down)
 
 
 class Body(nn.Module):
