@@ -137,7 +137,7 @@ slice_a() {
   bench step-60m 300 step scale=60m backbone=cola "train.global_batch=$rows_60m" "${small[@]}" \
     --variant "dlr=off train.micro_batch=$rows_60m" --variant "dlr=on train.micro_batch=$rows_60m" \
     --variant "dlr=off train.micro_batch=$few_60m" --variant "dlr=on train.micro_batch=$few_60m"
-  bench card 90 card backbone=cola --variant "scale=60m train.global_batch=$rows_60m" \
+  bench card 150 card backbone=cola --variant "scale=60m train.global_batch=$rows_60m" \
     --variant "scale=1b train.global_batch=$rows_1b"
 }
 

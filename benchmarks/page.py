@@ -37,7 +37,7 @@ SLICES = {
     "f": ("60m on real text: lost, lax, cola_lax", ("runs",)),
 }
 KINDS = {  # of kernels, by their names: the first that fits; those of the optimizer also compute the gradient's norm
-    "attention": "sdpa|cudnn::fusion|flash|fmha",
+    "attention": "sdpa|cudnn::fusion|flash|fmha|^attention_",
     "products": "nvjet|gemm|cutlass|splitK",
     "fused": "^triton",
     "optimizer": "multi_tensor_apply",
