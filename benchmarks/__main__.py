@@ -146,7 +146,7 @@ def card(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep
     dtype = WORKING_DTYPE[cfg.precision.name]
     rows = {
         "card": lambda device: card.everything(configs, device, dtype),
-        "attention": lambda device: (row for cfg in configs for row in card.attention(cfg, device, dtype)),
+        "attention": lambda device: (row for cfg in configs for row in card.attentions(cfg, device, dtype)),
         "launches": probes.launches,
         "fp8": lambda device: (row for cfg in configs for row in probes.fp8(cfg, device)),
     }[args.part]

@@ -21,12 +21,17 @@ from benchmarks.protocol import seconds
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.layer import Layer, named_layers
+from dlr_pretrain.models.llama import attention_bias, rotary, rotate
+from dlr_pretrain.models.rotary_attention import covers, rotary_attention
 from dlr_pretrain.util.errors import first_line
 
 PRODUCT_SIZE = 8192
 POSITIONS = (4_096, 16_384, 131_072)
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ATTENTION |= {"bias": SDPBackend.EFFICIENT_ATTENTION}  # document masks need a bias
+TILES = {"64 positions, 4 warps, 2 stages": [64, 4, 2], "64, 4, 3": [64, 4, 3]}
+TILES |= {"64, 8, 2": [64, 8, 2], "128, 8, 2": [128, 8, 2]}
+CHECKED = 8  # rows whose values are compared: the last ones, with the largest offsets
 STATE = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_version"
 
 
@@ -35,7 +40,7 @@ def everything(configs: list[Config], device: torch.device, dtype: torch.dtype) 
     yield from under_load(device, dtype)
     for cfg in configs:
         yield from products(cfg, device, dtype, POSITIONS)
-        yield from attention(cfg, device, dtype)
+        yield from attentions(cfg, device, dtype)
 
 
 def under_load(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE) -> Iterator[dict]:
@@ -87,10 +92,17 @@ def multiplications(
     yield "B, weight", 2 * m * b.numel(), lambda: torch.bmm(dy.mT, z)
 
 
-def attention(cfg: Config, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
-    """Yields causal attention [rows, heads, positions, width] of ``cfg``, forward and backward, by each kernel."""
-    rows, heads, length = cfg.train.global_batch, cfg.scale.num_heads, cfg.train.seq_len
-    shape = (rows, heads, length, cfg.scale.hidden_size // heads)
+def attentions(cfg: Config, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+    """Yields every row on attention, for the heads and the batch of ``cfg``."""
+    width = cfg.scale.hidden_size // cfg.scale.num_heads
+    shape = (cfg.train.global_batch, cfg.scale.num_heads, cfg.train.seq_len, width)
+    yield from attention(shape, device, dtype)
+    yield from rotary_attentions(shape, device, dtype)
+
+
+def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+    """Yields causal attention of ``shape`` [rows, heads, positions, width], forward and backward, by each kernel."""
+    rows, _, length, _ = shape
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(rows, 1, length, length)
@@ -111,6 +123,62 @@ def attention(cfg: Config, device: torch.device, dtype: torch.dtype) -> Iterator
                 yield row_of(row["name"], flops, act, device)
         except RuntimeError as error:  # the kernel does not support the shape, the dtype or the device
             yield row | {"error": first_line(error)}
+
+
+def rotary_attentions(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+    """Yields attention with rotary embedding, from qkv [3, B, T, D] to its gradient, as a block computes it.
+
+    First the errors of torch's attention and of our kernel beside float64, then the time of torch's, compiled with the
+    rotation, and of our kernel with each of ``TILES``.
+    """
+    rows, heads, length, width = shape
+    qkv = torch.randn(3, rows, length, heads * width, device=device, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(qkv[0])
+    table, flops = rotary(length, width, dtype, device), 7 * qkv[0].numel() * length
+    numbers = (torch.rand(rows, length, device=device) < 1 / 64).cumsum(1).int()
+    name = f"rotary and attention {list(shape)}"
+
+    def ours(x: Tensor, documents: Tensor | None = None, tiles: list[int] | None = None) -> Tensor:
+        return rotary_attention(x, *table, documents, heads, tiles)
+
+    def usual(x: Tensor, documents: Tensor | None = None) -> Tensor:
+        cos, sin = (t.to(x.dtype) for t in table)
+        q, k, v = (t.unflatten(-1, (heads, width)).transpose(1, 2) for t in x.unbind(0))
+        bias = None if documents is None else attention_bias(documents, x.dtype)
+        y = scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, bias, is_causal=bias is None)
+        return y.transpose(1, 2).flatten(2)
+
+    def outcome(act: Callable[..., Tensor], x: Tensor, dy: Tensor, documents: Tensor | None) -> list[Tensor]:
+        y = act(x, documents)
+        return [t[-CHECKED:].double() for t in (y.detach(), *torch.autograd.grad(y, x, dy)[0])]
+
+    if not covers(qkv[0], width):
+        yield {"name": f"{name}, triton", "error": "the kernel does not support the shape, the dtype or the device"}
+        return
+    last = qkv.detach()[:, -CHECKED:].double().requires_grad_()
+    for words, documents in {"causal": None, "masked": numbers}.items():
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            few = None if documents is None else documents[-CHECKED:]
+            exact = outcome(usual, last, dy[-CHECKED:].double(), few)
+            outcomes = {"torch": outcome(usual, qkv, dy, documents), "triton": outcome(ours, qkv, dy, documents)}
+        for kernel, found in outcomes.items():
+            pairs = zip(("y", "dq", "dk", "dv"), found, exact, strict=True)
+            errors = {label: ((a - b).norm() / b.norm()).item() for label, a, b in pairs}
+            yield {"name": f"{name}, {kernel}, {words}", "errors": errors}
+    compiled = torch.compile(usual, fullgraph=True, dynamic=False)
+    actions: dict[str, Callable[[], Tensor]] = {"compiled, flash": lambda: compiled(qkv)}
+    for words, tiles in TILES.items():
+        if length % tiles[0] == 0:
+            actions[f"triton, {words}"] = lambda tiles=tiles: ours(qkv, None, tiles)
+    actions["triton, masked"] = lambda: ours(qkv, numbers)
+    for words, act in actions.items():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            try:
+                with torch.no_grad():
+                    yield row_of(f"{name}, {words}, forward", 2 * flops // 7, act, device)
+                yield row_of(f"{name}, {words}", flops, lambda act=act: torch.autograd.grad(act(), qkv, dy), device)
+            except Exception as error:  # tiles that the card has no room for
+                yield {"name": f"{name}, {words}", "error": first_line(error)}
 
 
 def row_of(name: str, flops: int, action: Callable[[], object], device: torch.device) -> dict:

@@ -53,7 +53,7 @@ SLICES = {
     "h": ("60m on more text, and other code", ("runs", "cola-1b", "dlr-1b", "dense-60m")),
 }
 KINDS = {  # of kernels, by their names: the first that fits; those of the optimizer also compute the gradient's norm
-    "attention": "sdpa|cudnn::fusion|flash|fmha",
+    "attention": "sdpa|cudnn::fusion|flash|fmha|^attention_",
     "products": "nvjet|gemm|cutlass|splitK",
     "fused": "^triton",
     "optimizer": "multi_tensor_apply",

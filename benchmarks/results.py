@@ -122,6 +122,7 @@ CARD: Columns = {
     "µs a launch": lambda v: "us" in v and f"{v['us']:.3g}",
     "TFLOP/s": lambda v: v.get("flops_per_second") and f"{v['flops_per_second'] / 1e12:.4g}",
     "GB/s": lambda v: "GB/s" in v and f"{v['GB/s']:,.0f}",
+    "relative error": lambda v: ", ".join(f"{key} {value:.1e}" for key, value in v.get("errors", {}).items()),
     "state": lambda v: ", ".join(f"{key} {value}" for key, value in v.get("state", {}).items()),
     "not measured": lambda v: v.get("error"),
 }

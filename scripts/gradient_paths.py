@@ -112,10 +112,10 @@ def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
     """Make ``layer`` put the outputs of its projections into ``outputs``, by their ``names``."""
     expand = layer.expand
 
-    def recorded(z: Tensor) -> tuple[Tensor, ...]:
-        found = expand(z)
+    def recorded(z: Tensor) -> Tensor:
+        found = expand(z).unbind(0)
         outputs.update(zip(names, found, strict=True))
-        return found
+        return torch.stack(found)
 
     layer.expand = recorded
 

@@ -7,9 +7,9 @@ chosen backbone is the first to import torch, so ``--help`` and mistyped options
 """
 
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
-from dlr_pretrain.config.rules import compiler_problem
+from dlr_pretrain.config.rules import attention_problem, compiler_problem
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, Config
 from dlr_pretrain.config.written import flatten, identity, parse, to_dict
 
-__all__ = ["CONFIG_DIR", "GROUPS", "MISSING", "Config", "ConfigError", "Problem", "compiler_problem",
-           "flatten", "identity", "parse", "to_dict"]  # fmt: skip
+__all__ = ["CONFIG_DIR", "GROUPS", "MISSING", "Config", "ConfigError", "Problem", "attention_problem",
+           "compiler_problem", "flatten", "identity", "parse", "to_dict"]  # fmt: skip

@@ -12,7 +12,15 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.problems import Problem, as_typed
-from dlr_pretrain.config.tree import DEFAULT_STREAMS, OPEN_GROUPS, Config, largest_divisor
+from dlr_pretrain.config.tree import (
+    DEFAULT_STREAMS,
+    OPEN_GROUPS,
+    TRITON_BLOCK,
+    TRITON_HEADS,
+    TRITON_POSITIONS,
+    Config,
+    largest_divisor,
+)
 from dlr_pretrain.config.written import flatten, to_dict
 from dlr_pretrain.util.secrets import redact
 
@@ -46,7 +54,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
     Without ``machine``, rules about this machine's files and packages are not checked.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
+    found = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
     if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
         rule = "data=local needs the folder of its files"
         found.append(Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample"))
@@ -110,6 +118,22 @@ def _model(cfg: Config) -> Iterator[Problem]:
     if cfg.precision.name == "bf16_sr" and not cfg.optimizer.rounds_stochastically:
         rule = f"optimizer={cfg.optimizer.name} always rounds its weights to nearest"
         yield Problem("precision", "bf16_sr", rule, "Use optimizer=adamw or adamw_8bit, or precision=bf16_mixed")
+
+
+def _attention(cfg: Config) -> Iterator[Problem]:
+    if cfg.attention != "triton":
+        return
+    width, length = cfg.scale.hidden_size // cfg.scale.num_heads, cfg.train.seq_len
+    if width not in TRITON_HEADS:
+        rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}; those of scale={cfg.scale.name} have {width}"
+        yield Problem("attention", "triton", rule, "Use attention=sdpa, or another scale.num_heads")
+    if length % TRITON_BLOCK or length > TRITON_POSITIONS:
+        rule = f"needs a multiple of {TRITON_BLOCK} up to {TRITON_POSITIONS} as train.seq_len, which is {length}"
+        yield Problem("attention", "triton", rule, "Use attention=sdpa, or another train.seq_len")
+    if cfg.precision.name == "fp32":
+        yield Problem("attention", "triton", "multiplies in bf16, not in fp32", "Use attention=sdpa")
+    if cfg.device == "cpu":
+        yield from filter(None, [attention_problem(cfg, "cpu")])
 
 
 def _dlr(cfg: Config) -> Iterator[Problem]:
@@ -206,6 +230,14 @@ def _machine(cfg: Config) -> Iterator[Problem]:
         if chosen == option and importlib.util.find_spec(package) is None:
             fix = f'Use pip install -e ".[{extra}]", or {name}={instead}'
             yield Problem(name, option, f"needs the package {package}, which is not installed", fix)
+
+
+def attention_problem(cfg: Config, device: str) -> Problem | None:
+    """The problem if ``attention=triton`` finds no GPU, or no Triton."""
+    if cfg.attention != "triton" or (device == "cuda" and importlib.util.find_spec("triton") is not None):
+        return None
+    missing = "Triton, which is not installed" if device == "cuda" else "a GPU"
+    return Problem("attention", "triton", f"needs {missing}", "Use attention=sdpa")
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:

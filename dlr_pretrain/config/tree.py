@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 HUGE = 1 << 20  # bound on numbers that a typo could make so large that a check would hang
 PAPER_VOCAB_SIZE = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
+TRITON_HEADS, TRITON_BLOCK, TRITON_POSITIONS = (32, 64, 128), 64, 512  # what attention=triton can compute
 GPUS_A_NODE = 8  # assumed for plans, where torchrun does not set it
 DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
 MANDATORY = "???"  # OmegaConf's mark for a value that an option or the user must set
@@ -265,6 +266,11 @@ class Config:
     compile: bool | Literal["max-autotune"] = key(
         "torch.compile, block by block; max-autotune: tries more kernels", True
     )
+    attention: Literal["auto", "sdpa", "triton"] = key(
+        "rotary embedding, then torch's attention (sdpa), or our kernel for both and document masks (triton); "
+        "auto: sdpa, until both are timed",
+        "auto",
+    )
 
     cuda_graphs: bool = key("on a GPU, record a compiled micro-batch once and replay it as a CUDA graph", True)
 
@@ -278,6 +284,11 @@ class Config:
         """The number of steps in which the learning rate decays: as given, or all after the warm-up."""
         given = self.train.lr_decay_steps
         return self.train.steps - self.warmup_steps if given is None else given
+
+    @property
+    def attention_kernel(self) -> Literal["sdpa", "triton"]:
+        """The attention of training. For ``auto``, a table of measured times will decide here; there is none yet."""
+        return "sdpa" if self.attention == "auto" else self.attention
 
     @property
     def planned_vocab_size(self) -> int:

@@ -32,7 +32,8 @@ RECORD: Shape = {
 }  # fmt: skip
 # Sections and keys that do not affect the mathematics of a run, and may change on resume.
 CHANGEABLE = (
-    *("device", "compile", "cuda_graphs", "parallel.", "logger.", "checkpoint.", "log.", "profile.", "eval.every"),
+    *("device", "compile", "cuda_graphs", "attention", "eval.every"),
+    *("parallel.", "logger.", "checkpoint.", "log.", "profile."),
     *("run.root", "run.dir", "run.timeout_minutes", "scale.micro_batch", "data.revision", "data.cache"),
     *("backbone._target_", "optimizer._target_"),
     *("tokenizer.eos", "train.micro_batch", "train.activation_checkpointing", "train.stop_after"),

@@ -24,8 +24,8 @@ class Full(Layer):
     def initial(self, seeded: SeededInit, name: str) -> dict[str, Tensor]:
         return {"weight": seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)}
 
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        return self.shared(z, self.w).unbind(-2)
+    def expand(self, z: Tensor) -> Tensor:
+        return self.shared(z, self.w).movedim(-2, 0)
 
 
 Options.layer = Full

@@ -117,8 +117,8 @@ class Layer(nn.Module, ABC):
         return x, None
 
     @abstractmethod
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """The latent -> one output [..., pad_out] per projection."""
+    def expand(self, z: Tensor) -> Tensor:
+        """The latent -> [G, ..., pad_out], the outputs of the projections."""
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         """The weight [d_out, d_in] of a projection, from its ``tensors`` by leaf.

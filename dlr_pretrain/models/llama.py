@@ -20,6 +20,7 @@ from dlr_pretrain.models import adapter
 from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Layer, SeededInit, Spec, named_layers, projections
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import add_
+from dlr_pretrain.models.rotary_attention import covers, rotary_attention
 from dlr_pretrain.util.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
@@ -102,14 +103,18 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
         d = cfg.scale.hidden_size
-        self.num_heads = cfg.scale.num_heads
+        self.num_heads, self.head_width = cfg.scale.num_heads, d // cfg.scale.num_heads
+        self.triton = cfg.attention_kernel == "triton"
         self.qkv = layer(Spec(("q_proj", "k_proj", "v_proj"), d, d, d, d, block, alignment), cfg.backbone)
         self.o = layer(Spec(("o_proj",), d, d, d, d, block, alignment), cfg.backbone)
 
-    def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
-        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal even without a bias."""
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z))
-        y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, bias)
+    def attend(self, z: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal even without a mask."""
+        qkv = self.qkv.expand(z)
+        if self.triton and covers(z, self.head_width):
+            return rotary_attention(qkv, cos, sin, mask, self.num_heads)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in qkv.unbind(0))
+        y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return y.transpose(1, 2).flatten(2)
 
 
@@ -126,7 +131,7 @@ class MLP(nn.Module):
 
     def combine(self, z: Tensor) -> Tensor:
         """The latent of gate and up -> the input of the down projection."""
-        gate, up = self.gate_up.expand(z)
+        gate, up = self.gate_up.expand(z).unbind(0)
         return (F.silu(gate) if self.silu else gate) * up
 
 
@@ -145,8 +150,8 @@ class Block(nn.Module):
         self.checkpointing = cfg.train.activation_checkpointing
         self.policy = _keep_latents if self.checkpointing == "latent" else _keep_nothing
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
-        arguments = (x, cos, sin, bias, carried)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
+        arguments = (x, cos, sin, mask, carried)
         if self.checkpointing == "none":
             return self.compute(*arguments)
         selective: dict[str, Any] = {}
@@ -156,14 +161,14 @@ class Block(nn.Module):
             selective["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
         return checkpoint(self.compute, *arguments, use_reentrant=False, preserve_rng_state=False, **selective)
 
-    def compute(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
+    def compute(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
         attention, mlp = self.self_attn, self.mlp
         z, qkv = attention.qkv.latent(self.input_layernorm(x), carried[0])
-        z, o = attention.o.latent(attention.attend(z, cos, sin, bias), carried[1])
-        x = x + attention.o.expand(z)[0]
+        z, o = attention.o.latent(attention.attend(z, cos, sin, mask), carried[1])
+        x = x + attention.o.expand(z).unbind(0)[0]
         z, gate_up = mlp.gate_up.latent(self.post_attention_layernorm(x), carried[2])
         z, down = mlp.down.latent(mlp.combine(z), carried[3])
-        return x + mlp.down.expand(z)[0], (qkv, o, gate_up, down)
+        return x + mlp.down.expand(z).unbind(0)[0], (qkv, o, gate_up, down)
 
 
 class Body(nn.Module):
@@ -172,6 +177,7 @@ class Body(nn.Module):
     def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
         self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
+        self.triton = cfg.attention_kernel == "triton"
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, cfg.backbone.layer, i, alignment) for i in range(cfg.scale.num_layers))
         self.norm = RMSNorm(cfg.scale.hidden_size)
@@ -180,10 +186,12 @@ class Body(nn.Module):
         """ids [B, T] -> the input [B, T, D] of the head."""
         x = self.embed_tokens(ids)
         cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
-        bias = None if documents is None else attention_bias(documents, x.dtype)
+        mask = documents
+        if documents is not None and not (self.triton and covers(x, self.head_width)):
+            mask = attention_bias(documents, x.dtype)
         carried = NO_CARRY
         for block in self.layers:
-            x, carried = block(x, cos, sin, bias, carried)
+            x, carried = block(x, cos, sin, mask, carried)
         return self.norm(x)
 
 

@@ -46,9 +46,9 @@ class Lora(Layer):
             "b.weight": torch.zeros(d_out, rank),
         }
 
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        learned = self.batched(self.scale * self.shared(z, self.a), self.b).unbind(0)
-        return tuple(y + b for y, b in zip(self.shared(z, self.w).unbind(-2), learned, strict=True))
+    def expand(self, z: Tensor) -> Tensor:
+        learned = self.batched(self.scale * self.shared(z, self.a), self.b)
+        return self.shared(z, self.w).movedim(-2, 0) + learned
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         return merged(tensors["weight"], tensors["b.weight"], tensors["a.weight"], self.scale)

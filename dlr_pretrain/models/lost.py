@@ -70,9 +70,9 @@ class Lost(LowRank):
         zeros = h.new_zeros(*h.shape[:-1], self.width - self.rank - chosen.shape[-1])
         return torch.cat((h * gamma, chosen * (1 - gamma), zeros), dim=-1), None
 
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """[..., G, width] -> B z_1 + W_s z_2, one [..., pad_out] per projection."""
-        return self.batched(z, self.b, self.s).unbind(0)
+    def expand(self, z: Tensor) -> Tensor:
+        """[..., G, width] -> B z_1 + W_s z_2 [G, ..., pad_out]."""
+        return self.batched(z, self.b, self.s)
 
 
 def _aligned(width: int, alignment: int) -> int:

@@ -77,9 +77,9 @@ class LowRank(Layer):
         z = self.activate(self.shared(x, self.a))
         return (z if self.scale == 1.0 else z * self.scale), None
 
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """z [..., G, r] -> B z, one [..., pad_out] per projection."""
-        return self.batched(z, self.b).unbind(0)
+    def expand(self, z: Tensor) -> Tensor:
+        """z [..., G, r] -> B z [G, ..., pad_out]."""
+        return self.batched(z, self.b)
 
 
 def product(b: Tensor, a: Tensor, scale: float = 1.0) -> Tensor:

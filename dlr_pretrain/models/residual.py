@@ -244,8 +244,9 @@ def branch_(model: nn.Module, dlr: Dlr, learned: Tensor | None = None) -> None:
 def _branch_(layer: Layer, columns: Tensor, betas: list[float]) -> None:
     expand, padding = layer.expand, (0, layer.spec.pad_out - columns.shape[1])
 
-    def both(z: Tensor) -> tuple[Tensor, ...]:
-        own = zip(expand(z), z.unbind(-2), columns, betas, strict=True)
-        return tuple(y + nn.functional.pad(beta * z_p.index_select(-1, at), padding) for y, z_p, at, beta in own)
+    def both(z: Tensor) -> Tensor:
+        own = zip(z.unbind(-2), columns, betas, strict=True)
+        residual = [nn.functional.pad(beta * z_p.index_select(-1, at), padding) for z_p, at, beta in own]
+        return expand(z) + torch.stack(residual)
 
     layer.expand = both  # type: ignore[method-assign]

@@ -56,12 +56,12 @@ class Sltrain(Layer):
             "index": order[: values[0]].sort().values,
         }
 
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+    def expand(self, z: Tensor) -> Tensor:
         projections = zip(*(self.each(t).unbind(0) for t in (self.b, self.a, self.values, self.index)), strict=True)
         if not self.training:
-            return tuple(self.multiply(z, *own) for own in projections)
+            return torch.stack([self.multiply(z, *own) for own in projections])
         again = partial(checkpoint, self.multiply, use_reentrant=False, preserve_rng_state=False)
-        return tuple(again(z, *own) for own in projections)
+        return torch.stack([again(z, *own) for own in projections])
 
     def multiply(self, z: Tensor, b: Tensor, a: Tensor, values: Tensor, index: Tensor) -> Tensor:
         """z [..., pad_in] -> the output [..., pad_out] of one projection."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dlr_pretrain.config import Config, ConfigError, compiler_problem
+from dlr_pretrain.config import Config, ConfigError, attention_problem, compiler_problem
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def find_device(cfg: Config) -> torch.device:
-    """The device of this rank. Raises UserError if the machine lacks it, ConfigError if a compiler is missing."""
+    """The device of this rank. Raises UserError if the machine lacks it, ConfigError without a compiler or Triton."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
     gpus = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
@@ -34,7 +34,7 @@ def find_device(cfg: Config) -> torch.device:
         if local >= count:
             raise UserError(f"local rank {local} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
         device = torch.device("cuda", local)
-    if problem := compiler_problem(cfg, device.type):
+    if problem := compiler_problem(cfg, device.type) or attention_problem(cfg, device.type):
         raise ConfigError([problem])
     return device
 

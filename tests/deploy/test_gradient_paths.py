@@ -44,7 +44,7 @@ def test_both_paths_are_their_definition(backbone, separated):
         def by_two_ways(z, b=b, residual=residual, layer=layer, number=number, expand=expand, ways=ways):
             ways += (z[..., number, :].detach().clone().requires_grad_() for _ in range(2))
             y = torch.nn.functional.pad(ways[0] @ b.T + ways[1] @ residual.T, (0, layer.spec.pad_out - len(b)))
-            return tuple(y if i == number else other for i, other in enumerate(expand(z)))
+            return torch.stack([y if i == number else other for i, other in enumerate(expand(z))])
 
         layer.expand = by_two_ways
         u, v = torch.autograd.grad(model(ids, targets, *documents) / 27, ways)

@@ -160,6 +160,17 @@ def test_dlr_adds_the_launches_that_the_docs_say_and_no_product(update, precisio
     assert on["launches"] - off["launches"] == DLR_LAUNCHES[precision]
 
 
+@pytest.mark.parametrize(
+    "words", [(), ("data.mask_documents=true",), ("train.activation_checkpointing=latent",)], ids=" ".join
+)
+def test_attention_in_one_kernel_saves_launches(update, words):
+    """Four or more a block: of the rotation's gradients, and of torch's attention around its two kernels."""
+    (ours,), (torchs,) = (update(*COMPILED_COLA, "dlr=on", f"attention={how}", *words) for how in ("triton", "sdpa"))
+    assert ours["waits"] == [] and ours["graph_breaks"] == {} and ours["recompiled"] == 0
+    assert ours["products"] == torchs["products"] and ours["peak"] <= torchs["peak"]
+    assert torchs["launches"] - ours["launches"] >= 2 * 4
+
+
 @pytest.mark.parametrize("words", [
     *((f"backbone={name}",) for name in ("lowrank", "cola", "lost", "lax", "cola_lax", "full", "lora")),
     ("precision=bf16_mixed", "backbone=cola", "train.micro_batch=4"),

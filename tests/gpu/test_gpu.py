@@ -27,6 +27,7 @@ from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.golden.regenerate import VOCAB, batches
 from tests.parity import test_loss as parity
+from tests.parity import test_rotary_attention as attention_parity
 from tests.parity.test_optim import assert_same_bits
 
 DEVICE = torch.device("cuda", 0)
@@ -107,6 +108,26 @@ def test_kept_latents_give_the_same_gradients(trainer, backbone, compiled):
     for kept in ("latent", "block"):
         assert (found[kept][1] - found["none"][1]).norm() < 3e-2 * found["none"][1].norm(), kept
     assert peaks["block"] < peaks["none"] and peaks["latent"] < peaks["none"], peaks
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_attention_in_one_kernel_has_the_errors_of_bf16(width, masked):
+    """Eight times those of fp16, which has three bits more: 5e-4 in Triton's interpreter."""
+    for name, error in attention_parity.errors(3, width, torch.bfloat16, masked, DEVICE).items():
+        assert error < 6e-3, name
+
+
+@pytest.mark.parametrize("kept", ["none", "latent", "block"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("backbone", ["cola", "full"])
+def test_attention_in_one_kernel_gives_the_gradients_of_torchs(trainer, backbone, compiled, kept):
+    if (backbone, kept) == ("full", "latent"):
+        pytest.skip("a dense layer has no latents")
+    words = ("dlr=off", f"backbone={backbone}", f"compile={compiled}", f"train.activation_checkpointing={kept}")
+    ours, torchs = (gradients(trainer(*words, f"attention={how}")) for how in ("triton", "sdpa"))
+    assert ours[0] == pytest.approx(torchs[0], rel=2e-3)
+    assert (ours[1] - torchs[1]).norm() < 3e-2 * torchs[1].norm()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
