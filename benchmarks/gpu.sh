@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh pack DIR             packs what a machine without a network needs: wheels, peers' code, tokens
 #   benchmarks/gpu.sh sizes DIR            lists what each slice takes along of it, and fails if one takes too much
-#   benchmarks/gpu.sh OUT SLICE ...        runs slices g e f h d, the most important first; results in OUT/SLICE
+#   benchmarks/gpu.sh OUT SLICE ...        runs slices g e f h b d, the most important first; results in OUT/SLICE
 #   benchmarks/gpu.sh OUT list             lists their commands
 #   python -m benchmarks.page OUT          writes benchmarks/gpu.md from the results
 #
@@ -46,7 +46,7 @@ sizes() ( # folder that `pack` wrote
   code=0
   for slice in "${order[@]}"; do
     parts=(wheels)
-    case $slice in h) parts+=(tf448 peers tokens.tar.xz) ;; [efg]) parts+=(tokens.tar.xz) ;; esac
+    case $slice in b) parts+=(tf448 peers) ;; [efgh]) parts+=(tokens.tar.xz) ;; esac
     size=$(du -mc --apparent-size "${parts[@]}" 2>/dev/null | tail -n 1 | cut -f 1) # what was not packed has no size
     echo "slice $slice takes ${parts[*]} along: $size MiB"
     if [ "$size" -ge 64 ]; then
@@ -173,13 +173,16 @@ slice_d() { # what a start costs: few sequences, cold and warm
   TORCHINDUCTOR_CACHE_DIR=$cold/inductor TRITON_CACHE_DIR=$cold/triton bench warm 120 memory "${scales[@]}"
 }
 
-slice_h() { # the pair of e that says most, on four times the tokens; tests; other code
+slice_h() { # the pair of e that says most, on four times the tokens, and tests
+  STEPS=$((4 * ${STEPS:-340})) trained 500 "${PAIR:-cola}"
+  TAIL=4 once tests 200 "$python" -m pytest -q -m gpu -p no:cacheprovider \
+    -k "${TESTS:-kept_latents or doctor or graph or one_kernel}" tests/gpu "${collect[@]}"
+}
+
+slice_b() { # beside other code
   local cola=(--peer $adapter/cola.py --peer $adapter/cola.py:build_lean)
   local dlr=(--peer $adapter/dlr.py --peer $adapter/dlr.py:build_off)
   local path=$PYTHONPATH
-  STEPS=$((4 * ${STEPS:-340})) trained 300 "${PAIR:-cola}"
-  TAIL=4 once tests 200 "$python" -m pytest -q -m gpu -p no:cacheprovider -k "${TESTS:-kept_latents or doctor or graph}" \
-    tests/gpu "${collect[@]}"
   PYTHONPATH=${TF448:+$TF448:}$path
   compare cola-1b 150 CoLA scale=1b backbone=cola dlr=on "train.global_batch=$few_1b" "${small[@]}" "${cola[@]}"
   PYTHONPATH=$path
@@ -223,7 +226,7 @@ packed() { # folder of runs: packs their records; the archive is whole at any ti
 slice_e() { trained 760 cola,lowrank; }
 slice_f() { trained 760 lost,lax,cola_lax; }
 
-order=(g e f h d)
+order=(g e f h b d)
 
 main() { # bash reads it whole before it runs, so an edit of this file does not change a running script
   if [[ ${1:-} = pack || ${1:-} = sizes ]]; then "$1" "${2:?usage: benchmarks/gpu.sh $1 DIR}" && exit; exit 1; fi
@@ -245,7 +248,7 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
     runs=(--variant compile=false)
     trains_small=("${tiny[@]}" train.steps=4 eval.every=2 checkpoint.every=2)
   fi
-  declare -gA seconds=([g]=720 [e]=780 [f]=780 [h]=720 [d]=720)
+  declare -gA seconds=([g]=720 [e]=780 [f]=780 [h]=720 [b]=720 [d]=720)
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
   failed=() tied=()
   if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig TERM); fi

@@ -46,11 +46,11 @@ SLICES = {
         ),
     ),
     "a": ("One card, and our step", ("card", "step-1b", "step-60m")),
-    "b": ("Beside other code", ("cola-60m", "cola-1b", "dlr-60m")),
+    "b": ("Beside other code", ("cola-60m", "cola-1b", "dlr-60m", "dlr-1b", "dense-60m")),
     "d": ("Compiling", ("cold", "warm")),
     "e": ("60m on real text: cola, lowrank", ("runs",)),
     "f": ("60m on real text: lost, lax, cola_lax", ("runs",)),
-    "h": ("60m on more text, and other code", ("runs", "cola-1b", "dlr-1b", "dense-60m")),
+    "h": ("60m on four times the text", ("runs",)),
 }
 KINDS = {  # of kernels, by their names: the first that fits; those of the optimizer also compute the gradient's norm
     "attention": "sdpa|cudnn::fusion|flash|fmha|^attention_",

@@ -24,7 +24,7 @@ def test_no_measurement_outlives_a_killed_script(tmp_path):
     stub.write_text(f"#!/bin/sh\n[ $1 = -c ] || {{ touch {began}; exec sleep 600; }}\n")  # -c asks for a GPU
     stub.chmod(0o755)
     given = {"PYTHON": str(stub), "PACK": str(tmp_path / "none")}
-    command = [SCRIPT, tmp_path / "out", "a"]
+    command = [SCRIPT, tmp_path / "out", "g"]
     script = subprocess.Popen(command, env=os.environ | given, stdin=subprocess.PIPE, start_new_session=True)
     while not began.exists():
         assert script.poll() is None
@@ -39,7 +39,7 @@ def test_a_pack_that_is_too_large_for_a_slice_is_refused(tmp_path):
         os.truncate(tmp_path / part, size << 20)
     found = subprocess.run([SCRIPT, "sizes", tmp_path], capture_output=True, text=True)
     assert found.returncode == 1
-    assert re.findall(r"slice (\w): 65 MiB of .* must be less than 64", found.stderr) == ["e", "f"]
+    assert re.findall(r"slice (\w): 65 MiB of .* must be less than 64", found.stderr) == ["g", "e", "f", "h"]
 
 
 def test_a_pack_is_unpacked_before_anything_is_measured(tmp_path):
@@ -53,7 +53,7 @@ def test_a_pack_is_unpacked_before_anything_is_measured(tmp_path):
     with tarfile.open(pack / "tokens.tar.xz", "w:xz") as tokens:
         tokens.add(__file__, "manifest.json")
     given = {"PYTHON": sys.executable, "PACK": str(pack), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    assert subprocess.run([SCRIPT, tmp_path / "out", "a"], env=os.environ | given).returncode == 2  # without a GPU
+    assert subprocess.run([SCRIPT, tmp_path / "out", "g"], env=os.environ | given).returncode == 2  # without a GPU
     unpacked = tmp_path / f"dlr_pretrain_pack.{os.getuid()}"
     assert (unpacked / "wheels" / "thing.py").exists() and (unpacked / "tokens" / "manifest.json").exists()
 

@@ -96,15 +96,15 @@ def shown(out: Path, name: str) -> str:
     return own
 
 
-@pytest.mark.parametrize("name", "gefhd")
+@pytest.mark.parametrize("name", "gefhbd")
 def test_a_slice_of_the_gpu_programme_runs_to_its_last_line(tmp_path, rehearsal, name):
     """Small; the same command leaves out what has a result, and the page shows all but other code that is not here."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first, again = (subprocess.run(**rehearsal(name), **output) for _ in range(2))
     assert first.returncode == 0, first.stdout[-3000:]
     assert again.returncode == 0 and "exit code" not in again.stdout
-    own, others = shown(tmp_path / "out", name), ["cola-1b", "dlr-1b", "dense-60m"]
-    missing = others if name == "h" and "PEERS_DIR" not in os.environ else []
+    own, others = shown(tmp_path / "out", name), ["cola-60m", "cola-1b", "dlr-60m", "dlr-1b", "dense-60m"]
+    missing = others if name == "b" and "PEERS_DIR" not in os.environ else []
     assert re.findall(r"`(\S+)`: not measured", own) == missing
     assert not re.search("unchecked|not measured: ", own)  # the latter is a failed step, with its error
 
