@@ -229,7 +229,12 @@ slice_f() { trained 760 lost,lax,cola_lax; }
 order=(g e f h b d)
 
 main() { # bash reads it whole before it runs, so an edit of this file does not change a running script
-  if [[ ${1:-} = pack || ${1:-} = sizes ]]; then "$1" "${2:?usage: benchmarks/gpu.sh $1 DIR}" && exit; exit 1; fi
+  if [[ ${1:-} = pack || ${1:-} = sizes ]]; then
+    : "${2:?usage: benchmarks/gpu.sh $1 DIR}"
+    if [ "${3:-}" = list ]; then echo "$1 $2" && exit; fi
+    "$1" "$2" && exit
+    exit 1
+  fi
   out=${1:?usage: benchmarks/gpu.sh OUT SLICE ...}
   shift
   slices=("$@")
