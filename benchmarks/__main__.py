@@ -33,6 +33,7 @@ PARTS = {
     "train": "a short run of train.py itself for each --variant: the tokens/s of its record",
     "attention": "attention of each --variant, forward and backward, by each kernel",
     "launches": "what it costs the host to launch a kernel: from Python, from compiled code, and in a graph",
+    "sums": "what a ring loses that sums gradients in bf16, for several numbers of ranks, by simulation",
     "fp8": "some products of each --variant in bf16 and in fp8, and the error of fp8",
     "card": "a GPU's clocks and power under load, the products of an update of each --variant, and attention",
 }
@@ -148,9 +149,10 @@ def card(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep
         "card": lambda device: card.everything(configs, device, dtype),
         "attention": lambda device: (row for cfg in configs for row in card.attentions(cfg, device, dtype)),
         "launches": probes.launches,
+        "sums": probes.sums,
         "fp8": lambda device: (row for cfg in configs for row in probes.fp8(cfg, device)),
     }[args.part]
-    return on_device(cfg, rows, keep), results.CARD, True
+    return on_device(cfg, rows, keep), results.SUMS if args.part == "sums" else results.CARD, True
 
 
 def train(args: argparse.Namespace, overrides: list[str], cfg: Config, keep: Keep) -> Measured:

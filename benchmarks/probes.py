@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ MODES = {
     "state": ("--query-gpu=clocks.sm,pstate", "--format=csv,noheader"),
 }
 POSITIONS = (4_096, 16_384)
+SUMMED = 10_000  # values of a simulated gradient
 
 
 def launches(device: torch.device, count: int = LAUNCHES) -> Iterator[dict]:
@@ -61,6 +63,30 @@ def modes() -> dict[str, str]:
         return {}
     answers = {name: subprocess.run([tool, *words], capture_output=True, text=True) for name, words in MODES.items()}
     return {name: " ".join(answer.stdout.split()) or "no answer" for name, answer in answers.items()}
+
+
+def sums(_: torch.device) -> Iterator[dict]:
+    """Yields what a ring loses that rounds the sum of gradients at each rank, in bf16, for several numbers of ranks.
+
+    Gradients of ranks have a common part and noise. ``common`` is the share of the common part in their norm. ``lost``
+    is the share of the exact sum that is missing along it, ``error`` the norm of the difference, relative to the sum.
+    fp32 sums are rounded to bf16 once.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for common in (1.0, 0.5, 0.1):
+        shared = torch.randn(SUMMED, generator=generator, dtype=torch.float64)
+        for ranks in (8, 64, 256, 1_024):
+            exact, by_ring = torch.zeros_like(shared), torch.zeros(SUMMED, dtype=torch.bfloat16)
+            for _ in range(ranks):
+                noise = torch.randn(SUMMED, generator=generator, dtype=torch.float64)
+                gradient = (common * shared + math.sqrt(1 - common**2) * noise).bfloat16()
+                exact += gradient.double()
+                by_ring += gradient
+            row = {"name": f"{ranks:,} ranks, common part {common:g}"}
+            for label, found in (("bf16", by_ring.double()), ("fp32", exact.float().bfloat16().double())):
+                row[f"lost_{label}"] = 1 - ((found @ exact) / (exact @ exact)).item()
+                row[f"error_{label}"] = ((found - exact).norm() / exact.norm()).item()
+            yield row
 
 
 def fp8(cfg: Config, device: torch.device) -> Iterator[dict]:

@@ -104,6 +104,13 @@ DATA: Columns = {
     "highest": lambda v: f"{max(v['values']):.4g}",
     "by processor time": lambda v: "processor" in v and f"{median(v['processor']):.4g}",
 }
+SUMS: Columns = {
+    "ranks": lambda v: v["name"],
+    "bf16: lost": lambda v: f"{v['lost_bf16']:.1%}",
+    "error": lambda v: f"{v['error_bf16']:.1%}",
+    "fp32: lost": lambda v: f"{v['lost_fp32']:.1%}",
+    "error, fp32": lambda v: f"{v['error_fp32']:.2%}",
+}
 TRAINING: Columns = {
     "variant": lambda v: v["name"],
     "steps": lambda v: str(v["steps"]),

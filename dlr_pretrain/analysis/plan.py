@@ -233,8 +233,8 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
         steps = (here - 1) * TREE[0] + math.log2(nodes) * TREE[1]
         return 2 * (steps + size / shards * (copies - 1) / copies / link)
 
-    each = seconds / micro_batches  # a block is gathered for both passes, and its gradient reduced
-    gathering = 2 * gather(rest) + max(0.0, 3 * depth * gather(block) - each)
+    each = seconds / micro_batches  # a block is gathered once for both passes, and its gradient reduced
+    gathering = 2 * gather(rest) + max(0.0, 2 * depth * gather(block) - each)
     return micro_batches * gathering + reduce(last) + max(0.0, depth * reduce(block) - each * 2 / 3)
 
 

@@ -21,7 +21,7 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.models.residual import Residuals, entries, strengths
-from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE, sum_dtype
 
 META = torch.device("meta")
 StateBytes = Callable[..., int]  # ``optim.optimizer.state_bytes``, which this room does not import
@@ -32,7 +32,7 @@ class Memory:
     """Bytes on one GPU. ``total`` is the peak; it differs from the sum of the parts if not all are alive at once.
 
     ``weights`` are the working weights with padding, and the indices of residuals. ``masters`` are their fp32 copies.
-    ``gradients`` are those that the update reads, and its casts. ``activations`` are what one micro-batch keeps for its
+    ``gradients`` are those that the update reads. ``activations`` are what one micro-batch keeps for its
     backward pass, with logits. ``temporaries`` are everything else at the peak of forward and backward pass. The
     optimizer's temporaries are not counted.
 
@@ -70,27 +70,31 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
 
     micro_batch = cfg.micro_batch(ranks)
     summed = cfg.train.global_batch > ranks * micro_batch  # over micro-batches
+    for p in model.parameters():
+        p.grad_dtype = state if has_masters else p.dtype
     kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
-    cast = optimized if has_masters else alphas  # the optimizer makes their gradients from those of the model
-    casts = sum(tensor.nbytes for tensor in cast.values())
+    of_alphas = sum(tensor.nbytes for tensor in alphas.values())  # which the optimizer makes from those of the model
 
     weights = _size([*model.parameters(), *model.buffers()]) + residuals
     masters = _size(values.values()) if has_masters else 0
     optimizer = state_bytes(cfg.optimizer, optimized, partial(split, model))
     backward = peak + (gradients if summed else 0)
+    if ranks > 1 and (reduced := sum_dtype(cfg.precision.name, ranks)) != state:
+        largest = max(sum(p.numel() for p in part.parameters()) for part in (model.lm_head, *model.model.layers))
+        backward += SUMS_IN_FLIGHT * largest * reduced.itemsize
     graphs = 0
     if cfg.without_graphs(ranks) is None:
         graphs = forward_bytes(model, micro_batch, cfg.train.seq_len, cfg.data.mask_documents)
         graphs += gradients if summed else 0
-    total = weights + masters + optimizer + max(backward, gradients + casts) + graphs
-    return Memory(weights, masters, gradients + casts, optimizer, kept, peak - kept, graphs, total)
+    total = weights + masters + optimizer + max(backward, gradients + of_alphas) + graphs
+    return Memory(weights, masters, gradients + of_alphas, optimizer, kept, peak - kept, graphs, total)
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     """The memory of rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
 
-    At the peak two blocks are gathered (the current and the next one), and also embedding, final norm and head. The
-    whole gradients of these three stay until the end of the backward pass.
+    At the peak all weights are gathered, and the whole gradients of two blocks (the current and the previous one) and
+    of embedding, final norm and head are waiting for their sum.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
@@ -104,19 +108,21 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
 
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
-    whole = (root + 2 * max(blocks)) * working.itemsize  # bytes of gathered weights; as many of their gradients
+    whole, some = root + sum(blocks), root + 2 * max(blocks)
+    reduced = sum_dtype(cfg.precision.name, ranks)
+    waiting = some * (working.itemsize + (reduced.itemsize if reduced != working else 0))
 
     weights = sum(p.nbytes for p in own.values()) + _size(model.buffers()) + residuals
     gradients = sum(p.nbytes for p in trained.values())
     optimizer = state_bytes(cfg.optimizer, trained)
-    temporaries = peak - kept + 2 * whole
-    if cfg.parallel.name == "hsdp" and working != state:  # torch keeps the sum over nodes beside its cast
-        temporaries += sum(p.numel() for p in trained.values()) * working.itemsize
+    temporaries = peak - kept + whole * working.itemsize + waiting
+    if cfg.parallel.name == "hsdp" and reduced != state:  # torch keeps the sum over nodes beside its cast
+        temporaries += sum(p.numel() for p in trained.values()) * reduced.itemsize
     graphs = 0
     if cfg.without_graphs(ranks) is None:
-        graphs = whole + forward_bytes(model, *positions, masked=masked)
+        graphs = some * working.itemsize + forward_bytes(model, *positions, masked=masked)
         graphs += gradients if cfg.train.global_batch > ranks * cfg.micro_batch(ranks) else 0
-    start = (sum(blocks) + root) * state.itemsize  # each rank first allocates the whole model
+    start = whole * state.itemsize  # each rank first allocates the whole model
     total = weights + max(start, optimizer + gradients + kept + temporaries + graphs)
     return Memory(weights, 0, gradients, optimizer, kept, temporaries, graphs, total)
 
@@ -133,7 +139,7 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
-        p.grad = torch.zeros_like(p) if held else None
+        p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if held else None
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
     with attention_as_on_a_gpu(), _Alive(known) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)

@@ -9,7 +9,7 @@ import torch
 
 from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.train.parallel import is_fsdp
+from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import IGNORE
 from dlr_pretrain.util.text import perplexity
@@ -41,7 +41,8 @@ class Evaluator:
         two halves (NaN if a half is empty). ``eval/perplexity`` follows from ``eval/loss``. ``eval/perplexity_galore``
         does so by the GaLore convention; it is None if there is too little text.
         """
-        totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
+        with without_backward(model):
+            totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
         summed, count = self.ranks.sum(torch.stack(totals)).unbind(1)
         a, b = (summed / count).tolist()
         loss = (summed.sum() / count.sum()).item()
@@ -69,8 +70,6 @@ class Evaluator:
             to_device = self.ranks.to_device
             inputs = inputs_and_targets(to_device(sequences), to_device(ends), self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
-        if is_fsdp(model):  # its root would keep the gathered weights until a backward pass
-            model.reshard()  # type: ignore[operator]  # of FSDPModule
         return total
 
 

@@ -5,7 +5,7 @@ precision          working weights    values                          gradients 
 =================  =================  ==============================  ======================
 bf16               bf16               the working weights             bf16
 bf16_sr            bf16               the working weights             bf16, or moments in 8 bits; see ``optim.adamw``
-bf16_mixed         bf16               fp32 masters                    bf16; moments fp32
+bf16_mixed         bf16               fp32 masters                    fp32
 bf16_mixed, fsdp   fp32 shards (1)    the working weights             fp32
 fp32               fp32               the working weights             fp32
 =================  =================  ==============================  ======================
@@ -94,6 +94,7 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
         values = {name: p.detach() for name, p in working.items()}  # the fp32 masters
         for p in working.values():
             p.data = p.data.to(WORKING_DTYPE[precision])
+            p.grad_dtype = STATE_DTYPE[precision]  # micro-batches and ranks sum in fp32 what fp32 masters take
     if dlr.enabled and dlr.mode == "residual":
         residuals = Residuals(model, dlr, values or working, compiled and model.lm_head.weight.is_cuda)
     return Optimizer(

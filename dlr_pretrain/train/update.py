@@ -19,7 +19,7 @@ from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train import parallel
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Compute, Recorded
-from dlr_pretrain.util.tensors import IGNORE
+from dlr_pretrain.util.tensors import IGNORE, sum_dtype
 
 MATRIX_UPDATE_SECONDS = 7200.0  # for an update of matrices: GaLore's decomposes all gradients of a 7b model
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
@@ -76,7 +76,8 @@ class Update:
         if cfg.compile:
             parallel.compile_(cfg, model)
         self.parameters = list(model.parameters())
-        self.compute: Compute = partial(add_gradients, model, parallel.summing(model, ranks.world_size))
+        summing = parallel.summing(model, ranks.world_size, sum_dtype(cfg.precision.name, ranks.world_size))
+        self.compute: Compute = partial(add_gradients, model, summing)
         if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
             self.compute = Recorded(self.compute, self.parameters, ranks)
         self.micro_batch = cfg.micro_batch(ranks.world_size)

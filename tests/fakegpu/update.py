@@ -33,6 +33,7 @@ from benchmarks.protocol import warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
 from dlr_pretrain.train.micro_batch import planned_memory
+from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.state import new_model
@@ -77,7 +78,8 @@ def logged(path: Path) -> tuple[list[list[str]], list[str]]:
 @torch.no_grad()
 def evaluate(update: Update, batch: Batch) -> None:
     """One forward pass, as an evaluation does: beside a recorded micro-batch it needs memory of its own."""
-    update.model(*(rows[: update.micro_batch] for rows in update.inputs(batch)))
+    with without_backward(update.model):
+        update.model(*(rows[: update.micro_batch] for rows in update.inputs(batch)))
 
 
 def main(words: list[str]) -> dict:

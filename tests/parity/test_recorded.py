@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.optim.schedule import merge_due, rate
-from dlr_pretrain.train.parallel import is_fsdp
+from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.trial import trial
@@ -68,10 +68,8 @@ def updated(cfg: Config, ranks: Ranks, by_graphs: bool, before=lambda update, in
         outcomes.append([value.item() for value in update(batch, index, rate(cfg, index))])
         if merge_due(cfg, index + 1):
             update.merge(index + 1)
-        with torch.no_grad():
+        with torch.no_grad(), without_backward(update.model):
             update.model(*update.inputs(batch))
-        if is_fsdp(update.model):
-            update.model.reshard()  # as an evaluation does
     weights = {name: sharded.local_rows(p).detach().clone() for name, p in update.model.named_parameters()}
     return outcomes, weights, update, tapes
 
