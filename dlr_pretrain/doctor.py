@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -36,7 +37,8 @@ from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.corpus import WARNED_UNKNOWN, open_corpus
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.micro_batch import explain_out_of_memory, planned_memory, resolve_micro_batch
-from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.ranks import Ranks, require_files
+from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.util.errors import Parser, UserError, command, first_line
 from dlr_pretrain.util.process import cores
@@ -44,6 +46,7 @@ from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 REDUCED = 64 << 20  # bytes of the all-reduce
+SHARED_MEMORY, LITTLE_SHARED_MEMORY = Path("/dev/shm"), 1 << 30  # a container of Docker has 64 MB by default
 SLOW_NETWORK = 10e9  # bytes/s of a ring; slower GPUs communicate over sockets
 
 
@@ -74,6 +77,7 @@ def sound(words: list[str]) -> bool:
     say("config", *perform(60, partial(configuration, words)))
     if of_machine:
         say("gpus", *perform(60, partial(gpus, cfg)))
+        say("limits", *perform(60, limits))
         say("disk", *perform(60, lambda: in_child(partial(disk, cfg, disk_bytes(cfg, cfg.planned_vocab_size)), 30)))
     try:
         with Ranks(cfg) as ranks, StopRequest(ranks):
@@ -150,6 +154,27 @@ def gpus(cfg: Config) -> str:
         raise UserWarning(f"{text}. Another process holds GPU memory: look at nvidia-smi")
     if cores() < 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         raise UserWarning(f"{text}. Each rank tokenises its own text: ask for more cores (--cpus-per-gpu=8)")
+    return text
+
+
+def limits() -> str:
+    """What this machine allows that only many ranks need: open files, shared memory, and a name that others reach."""
+    world, here = world_size() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    require_files(world)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft:,} of {hard:,} open files"
+    if world > here and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = socket.gethostname()
+        address = socket.gethostbyname(name)
+        text += f"; {name} is {address}"
+        if address.startswith("127."):
+            fix = "Set GLOO_SOCKET_IFNAME to the network's interface, or correct /etc/hosts"
+            raise UserError(f"{text}: the ranks of other nodes would look for it on their own machine. {fix}")
+    if here > 1 and SHARED_MEMORY.is_dir():
+        size = shutil.disk_usage(SHARED_MEMORY).total
+        text += f"; {SHARED_MEMORY} of {size / 1e9:.2g} GB"
+        if size < LITTLE_SHARED_MEMORY:
+            raise UserWarning(f"{text}. NCCL needs more: start the container with --ipc=host, or --shm-size=8g")
     return text
 
 
@@ -236,7 +261,10 @@ class RankChecks:
         return found
 
     def step(self) -> str:
-        """Two updates of at most two micro-batches, and their checkpoint, written beside the run and read back."""
+        """Three updates of at most two micro-batches, and their checkpoint, written beside the run and read back.
+
+        The first update compiles, and the second records CUDA graphs, which the third replays.
+        """
         ranks, vocab_size = self.ranks, self.vocab_size
         ranks.use_device()
         parent = _existing(Path(str(self.cfg.run.dir)).absolute().parent)
@@ -252,21 +280,25 @@ class RankChecks:
             with explain_out_of_memory(short, ranks, building=True):
                 loop = trial_loop(short, ranks, vocab_size, scratch)
             batch = random_batch(short, ranks, vocab_size)
-            for index in range(2):
+            for index in range(3):
                 losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
                 times.append(time.perf_counter())
-            loop.state.step = 2
+            loop.state.step = 3
             with loop.saver:
                 loop.saver.check_disk(disk_bytes(short, vocab_size)["checkpoint"])
                 loop.save(final=True)
             times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # verifies it
-        first, second, saved = times
+            graphs = loop.update.compute if isinstance(loop.update.compute, Recorded) else None
+            loop.update.close()
+        *_, second, third, saved = times
         planned = planned_memory(short, vocab_size, ranks.world_size)
-        text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {second - first:.2f} s, loss {losses[0]:.2f}, planned "
-        text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - second:.1f} s, and sound"
+        text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {third - second:.2f} s, loss {losses[0]:.2f}, planned "
+        text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - third:.1f} s, and sound"
         if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model's may exceed it by 0.9
             raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
+        if graphs is not None and graphs.failure is not None:
+            raise UserWarning(f"{text}. Without CUDA graphs: {graphs.failure}")
         if ranks.device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
             text += f"; peak {peak / 1e9:.2g} GB"

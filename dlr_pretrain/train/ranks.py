@@ -24,6 +24,8 @@ CONNECT_SECONDS = 600.0  # seconds in which the devices of all ranks must reach 
 COLLECTIVE_SECONDS = 3600.0  # shortest limit of a collective: ranks wait in it for what rank 0 does alone
 SLACK_SECONDS = 120.0  # added to the heartbeat's limit for a collective: the heartbeat should end it first
 LONGEST_SECONDS = 1e8  # longest limit that torch accepts
+SOCKETS = 3  # of a rank to each other rank: the default group, ``control``, and that of the saver's thread
+OTHER_FILES = 512  # that a rank has open
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -42,6 +44,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         seconds = max(COLLECTIVE_SECONDS, self.heartbeat.limit + SLACK_SECONDS)
         self._wait = timedelta(seconds=min(seconds, LONGEST_SECONDS))
         if self.world_size > 1:
+            require_files(self.world_size)
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             try:
                 dist.init_process_group(backend, timeout=self._wait)
@@ -168,6 +171,17 @@ class Ranks(AbstractContextManager["Ranks"]):
         if prints and not self.is_main:  # cli.py prints only rank 0's errors
             write_to_stderr(f"error: {lost}")
         return lost
+
+
+def require_files(world_size: int) -> None:
+    """Raise this process's limit of open files to what its connections to all ranks need.
+
+    Raises UserError if the system does not allow it.
+    """
+    needed = SOCKETS * world_size + OTHER_FILES
+    if not process.allow_files(needed):
+        rule = f"a rank of {world_size:,} needs {needed:,} open files, more than this system allows (ulimit -Hn)"
+        raise UserError(f"{rule}. Ask for a higher hard limit, or use fewer ranks")
 
 
 def _readable(act: Callable[[], T]) -> T:

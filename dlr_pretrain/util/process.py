@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,25 @@ def spin_briefly() -> None:
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
+def share_compilers() -> None:
+    """Limit the compiler processes of this rank to its share of the cores. Call this before torch is imported.
+
+    By default each rank starts up to 32: 256 on a node with eight GPUs. A user's own setting is kept.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > 1:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, cores() // ranks))))
+
+
+def allow_files(count: int) -> bool:
+    """Raise this process's soft limit of open files to ``count``; returns whether the hard limit allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count and (hard == resource.RLIM_INFINITY or count <= hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+        soft = count
+    return soft == resource.RLIM_INFINITY or count <= soft
 
 
 def cores() -> int:
@@ -55,6 +75,7 @@ def prepare() -> None:
     """
     open_standard_streams()
     spin_briefly()
+    share_compilers()
     die_with_agent()
     _handle(lambda number, _frame: stop_requests.append(number))
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as it would be in the background

@@ -7,17 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public store for the backend "fake"
 
 from dlr_pretrain.analysis.plan import disk_bytes
-from dlr_pretrain.models import attach_dlr
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import attach_dlr, build_model
 from dlr_pretrain.models.memory import memory
 from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.guard import checksums
+from dlr_pretrain.train.parallel import shard_, summing
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.tensors import ALPHA
-from tests.conftest import on_ranks
+from dlr_pretrain.util.tensors import ALPHA, sum_dtype
+from tests.conftest import SMALL, on_ranks
 from tests.fsdp.steps import VOCAB, Outcome, assert_bits, config, on_two_ranks, own_batches, run, whole_state
 from tests.parity.reference import r_transposed
 
@@ -112,6 +115,47 @@ def test_two_copies_of_two_shards_train_as_one_process(choice, tmp_path):
 
     on_ranks(alone, 1)
     on_ranks(act, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 500, 1023])
+@pytest.mark.parametrize(("parallel", "shape"), [(("parallel=fsdp",), (1024,)),
+                         (("parallel=hsdp", "parallel.shards=8"), (128, 8))])  # fmt: skip
+def test_a_rank_of_1024_holds_its_rows(rank, parallel, shape):
+    """Collectives do nothing here: the mesh, the rows of each rank and a micro-batch's gradients are real."""
+
+    def act():
+        dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
+        words = (*parallel, "backbone=cola", "dlr=on", "precision=bf16", "train.global_batch=1024", "data.streams=1024")
+        cfg = load([*(word for word in SMALL if not word.startswith(("train.global", "train.micro", "precision"))),
+                    "data=sample", *words], 1024)  # fmt: skip
+        model = build_model(cfg, 1500, torch.device("cpu"), torch.bfloat16)
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        shard_(cfg, model)
+        ids = torch.zeros(1, 32, dtype=torch.int64)
+        with summing(model, 1024)(True):
+            model(ids, ids).backward()
+        place = rank % shape[-1]
+        for name, p in model.named_parameters():
+            assert tuple(p.device_mesh.shape) == shape
+            chunks = whole[name].chunk(shape[-1])
+            rows = chunks[place] if place < len(chunks) else whole[name][:0]
+            assert torch.equal(sharded.local_rows(p), rows)
+            assert sharded.local_rows(p.grad).shape == rows.shape
+
+    on_ranks(act, 1)
+
+
+def test_shards_and_replicas_of_many_ranks_sum_in_fp32(monkeypatch):
+    """Above the bound, a sum of bf16 gradients is rounded once: replicas and shards have the same bits."""
+    monkeypatch.setattr("dlr_pretrain.util.tensors.BF16_RANKS", 1)
+
+    def act(ranks):
+        assert sum_dtype("bf16", 2) == torch.float32
+        words = (*EXACT, "backbone=cola", "dlr=on", "precision=bf16")
+        replicas, shards = (run(ranks, *words, f"parallel={p}") for p in BOTH)
+        assert_equal(shards, replicas)
+
+    on_two_ranks(act)
 
 
 def test_one_rank_without_torchrun_is_sharded_too():

@@ -75,6 +75,8 @@ def test_gradients_are_summed_over_ranks_once_a_step(monkeypatch):
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
         gradients(lambda last: nullcontext())
         assert len(reduced) == len(model.model.layers) + 2  # no hook is left
+        wide = gradients(summing(model, 2, torch.float64))  # rounded once, from copies
+        assert all(torch.allclose(wide[name], wanted[name], rtol=1e-6, atol=1e-9) for name in wanted)
 
     on_ranks(act, 2)
 

@@ -22,7 +22,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
 
-NAMES = ["config", "gpus", "disk", "collectives", "data", "step"]
+NAMES = ["config", "gpus", "limits", "disk", "collectives", "data", "step"]
 
 
 def crash() -> str:
@@ -86,6 +86,26 @@ def test_ranks_are_checked_together(words, tmp_path, ranks, more):
     said = " ".join(done.stdout.split())
     assert f"over {ranks} ranks by gloo" in said and f"1 x {8 // ranks} x 32 tokens" in said
     assert "a checkpoint written in" in said and not (tmp_path / "runs").exists()
+
+
+def test_the_limits_of_a_machine_that_many_ranks_meet(monkeypatch):
+    """Each is named with what to do: open files, a name that other nodes cannot reach, a container's shared memory."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in {"WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 8, "RANK": 0, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    monkeypatch.setattr("socket.gethostbyname", {"node7": "127.0.1.1"}.__getitem__)
+    level, text = perform(600, doctor.limits)
+    assert level == FAIL and "node7 is 127.0.1.1" in text and "GLOO_SOCKET_IFNAME" in text
+    monkeypatch.setattr("socket.gethostbyname", {"node7": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=64 << 20))
+    level, text = perform(600, doctor.limits)
+    assert level == WARN and "/dev/shm of 0.067 GB" in text and "--ipc=host" in text
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=8 << 30))
+    assert perform(600, doctor.limits)[0] == OK
+    monkeypatch.setattr("dlr_pretrain.util.process.allow_files", lambda count: False)
+    level, text = perform(600, doctor.limits)
+    assert level == FAIL and "a rank of 16 needs 560 open files" in text and "ulimit -Hn" in text
 
 
 def test_free_space_includes_what_the_run_has_saved(words, tmp_path, monkeypatch):

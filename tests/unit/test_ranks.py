@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.device import find_device
 from dlr_pretrain.train.guard import StopRequest
-from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.run import run
+from dlr_pretrain.train.trial import random_batch, trial
+from dlr_pretrain.train.update import Update
+from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
-from tests.conftest import ended, on_ranks
+from tests.conftest import SMALL, ended, on_ranks
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which torch finds no GPU")
@@ -78,6 +83,59 @@ def test_ranks_that_differ_in_a_key_or_device_are_refused(words, tmp_path, monke
 
     on_ranks(act, 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_many_ranks_raise_the_limit_of_open_files():
+    """The soft limit of most systems, 1,024 files, would end a job of 341 ranks in the middle of its connections."""
+
+    def act():
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, min(hard, 4000) if hard > 0 else 4000))
+        require_files(64)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 3 * 64 + 512
+        require_files(32)  # it is never lowered
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 3 * 64 + 512
+        with pytest.raises(UserError, match=r"a rank of 2,048 needs 6,656 open files.*ulimit -Hn.*higher hard limit"):
+            require_files(2048)
+
+    on_ranks(act, 1)
+
+
+@pytest.mark.parametrize(("ranks", "given", "threads"), [("8", {}, "2"), ("1", {}, None),
+                         ("8", {"TORCHINDUCTOR_COMPILE_THREADS": "5"}, "5")])  # fmt: skip
+def test_the_ranks_of_a_node_share_its_cores_when_they_compile(monkeypatch, ranks, given, threads):
+    environment = {"LOCAL_WORLD_SIZE": ranks, **given}
+    monkeypatch.setattr(process.os, "environ", environment)
+    monkeypatch.setattr(process, "cores", lambda: 16)
+    process.share_compilers()
+    assert environment.get("TORCHINDUCTOR_COMPILE_THREADS") == threads
+
+
+def test_ranks_wait_for_one_that_is_late(tmp_path, monkeypatch):
+    """Rank 1 enters its first update, as if it compiled for longer, when rank 0 already waits in a sum."""
+    waits, own_inputs, own_sum = tmp_path / "waits", Update.inputs, Ranks.sum
+
+    def inputs(update, batch):
+        while update.ranks.rank == 1 and not waits.exists():
+            time.sleep(0.01)
+        return own_inputs(update, batch)
+
+    def summed(ranks, tensor):
+        if ranks.rank == 0 and tensor.numel() == 4:  # the counts of an update
+            waits.touch()
+        return own_sum(ranks, tensor)
+
+    monkeypatch.setattr(Update, "inputs", inputs)
+    monkeypatch.setattr(Ranks, "sum", summed)
+
+    def act():
+        cfg = load([*SMALL, "data=sample", "train.global_batch=8"], 2)
+        with Ranks(cfg) as ranks:
+            update = trial(cfg, ranks, 40)
+            outcomes = [update(random_batch(cfg, ranks, 40), index, 0.01).loss.item() for index in range(2)]
+            assert waits.exists() and ranks.gather(outcomes)[0] == outcomes
+
+    on_ranks(act, 2)
 
 
 @pytest.mark.usefixtures("no_export")
