@@ -36,8 +36,7 @@ class Memory:
     backward pass, with logits. ``temporaries`` are everything else at the peak of forward and backward pass. The
     optimizer's temporaries are not counted.
 
-    ``graphs`` is what CUDA graphs need beside them: an evaluation's forward pass, because they keep the memory of their
-    micro-batch, and a copy of the gradients while a graph is checked.
+    ``graphs`` is an evaluation's forward pass, if CUDA graphs keep the memory of their micro-batch.
 
     With ``parallel=fsdp`` or ``hsdp``, ``weights`` are a rank's rows of the state (without masters) and all tensors
     that every rank holds whole. ``temporaries`` include gathered weights, and whole gradients before their reduction.
@@ -85,7 +84,6 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     graphs = 0
     if cfg.without_graphs(ranks) is None:
         graphs = forward_bytes(model, micro_batch, cfg.train.seq_len, cfg.data.mask_documents)
-        graphs += gradients if summed else 0
     total = weights + masters + optimizer + max(backward, gradients + of_alphas) + graphs
     return Memory(weights, masters, gradients + of_alphas, optimizer, kept, peak - kept, graphs, total)
 
@@ -121,7 +119,6 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     graphs = 0
     if cfg.without_graphs(ranks) is None:
         graphs = some * working.itemsize + forward_bytes(model, *positions, masked=masked)
-        graphs += gradients if cfg.train.global_batch > ranks * cfg.micro_batch(ranks) else 0
     start = whole * state.itemsize  # each rank first allocates the whole model
     total = weights + max(start, optimizer + gradients + kept + temporaries + graphs)
     return Memory(weights, 0, gradients, optimizer, kept, temporaries, graphs, total)

@@ -10,6 +10,7 @@ memory, because they are replayed in the order in which they were recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +50,8 @@ class Recording(NamedTuple):
     gradients: list[tuple[Tensor, Tensor | None]]  # of each parameter, after the graph
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given.view_as(static))
         self.graph.replay()
         for p, gradient in self.gradients:
             p.grad = gradient
@@ -58,90 +59,90 @@ class Recording(NamedTuple):
 
 
 class Recorded:
-    """``compute`` by graphs, which are recorded in the second update: the first one compiles and connects.
+    """``compute`` by graphs, which are recorded before the second update: the first one compiles and connects.
 
-    A graph is recorded with one batch and checked with another. Its loss must be that of ``compute`` bit for bit, and
-    the norm of each gradient must agree within ``DRIFT``. If a graph fails on any rank, ``compute`` itself serves on
-    all ranks from then on, and rank 0 says so.
+    The graphs are recorded with one batch and checked with another. Their losses must be those of ``compute`` bit for
+    bit, and the norm of each gradient must agree within ``DRIFT``. If a graph fails on any rank, ``compute`` itself
+    serves on all ranks, and rank 0 says so.
     """
 
     make_graph = CudaGraph
 
-    def __init__(self, compute: Compute, parameters: Sequence[Tensor], ranks: Ranks):
+    def __init__(self, compute: Compute, parameters: Sequence[Tensor], micro_batches: int, ranks: Ranks):
         self.compute, self.ranks = compute, ranks
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.recordings: dict[tuple, Recording] = {}
+        self.kinds = [*[False] * min(micro_batches - 1, 2), True]  # which is the last: of first, next and last
+        self.recordings: dict[tuple[bool, bool], Recording] = {}  # by whether it is the first, and the last
         self.earlier: tuple[Tensor, ...] | None = None  # inputs of the first update
         self.places: list[int] = []  # of the weights, when they were recorded
-        self.pool: Any = None
         self.failure: str | None = None
 
     def __call__(self, last: bool, inputs: tuple[Tensor, ...]) -> Tensor:
         first = all(p.grad is None for p in self.parameters)
-        key = first, last, *(t.shape for t in inputs)
+        if first and self.earlier is not None:
+            self.record(inputs)
         if first and self.recordings and self.places != [p.data_ptr() for p in self.parameters]:
             raise RuntimeError("weights have moved since micro-batches were recorded")
-        if key in self.recordings:
-            return self.recordings[key](inputs)
-        if self.earlier is not None and self.failure is None:
-            return self.record(key, last, inputs)
-        if last:
+        if (first, last) in self.recordings:
+            return self.recordings[first, last](inputs)
+        if last and self.failure is None:
             self.earlier = tuple(t.clone() for t in inputs)
         return self.compute(last, inputs)
 
-    def record(self, key: tuple, last: bool, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The loss for ``inputs``, from a new graph that has been recorded with inputs of the first update."""
-        before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self.parameters]
-        expected, norms = self.compute(last, inputs).clone(), self.norms()
-        restore(before)
-        recording, failure = None, None
+    def record(self, inputs: tuple[Tensor, ...]) -> None:
+        """Record the graphs of an update with inputs of the first update, and check them with ``inputs``."""
+        expected = [self.outcome(self.compute(last, inputs)) for last in self.kinds]
+        self.clear()
+        recordings, failure = [], None
         try:
-            recording = self.captured(last)
+            recordings = self.captured()
         except RuntimeError as error:  # a kernel that cannot be recorded, or no memory
             failure = first_line(error)
-        if self.agree(failure) and recording is not None:
-            loss = recording(inputs)
-            if self.agree(self.difference(loss, expected, norms)):
-                self.recordings[key] = recording
-                return loss
-        restore(before)
-        return self.compute(last, inputs)
+        self.clear()
+        if self.agree(failure):
+            outcomes = [self.outcome(recording(inputs)) for recording in recordings]
+            self.clear()
+            if self.agree(difference(outcomes, expected)):
+                self.recordings = {(not n, last): recordings[n] for n, last in enumerate(self.kinds)}
+        self.earlier = None
 
-    def captured(self, last: bool) -> Recording:
-        graph, inputs = self.make_graph(self.pool), tuple(t.clone() for t in self.earlier or ())
-        loss = graph.record(lambda: self.compute(last, inputs))
-        self.pool, self.places = graph.pool, [p.data_ptr() for p in self.parameters]
-        return Recording(graph, inputs, loss, [(p, p.grad) for p in self.parameters])
+    def captured(self) -> list[Recording]:
+        """New graphs of an update's kinds of micro-batches; each adds to the gradients of the one before it."""
+        recordings: list[Recording] = []
+        for last in self.kinds:
+            graph = self.make_graph(recordings[0].graph.pool if recordings else None)
+            inputs = tuple(t.clone() for t in self.earlier or ())
+            loss = graph.record(partial(self.compute, last, inputs))
+            recordings.append(Recording(graph, inputs, loss, [(p, p.grad) for p in self.parameters]))
+        self.places = [p.data_ptr() for p in self.parameters]
+        return recordings
+
+    def outcome(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """A copy of the loss, and the norm of each gradient."""
+        gradients = [local_rows(p.grad) for p in self.parameters if p.grad is not None]
+        return loss.clone(), torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+
+    def clear(self) -> None:
+        for p in self.parameters:
+            p.grad = None
 
     def agree(self, failure: str | None) -> bool:
-        """Whether no rank has a ``failure``. After one, no rank replays any graph again."""
+        """Whether no rank has a ``failure``; else rank 0 says which."""
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.ranks.gather(failure)) if text is not None]
-        if not failures:
-            return True
-        self.failure = failures[0]
-        self.recordings.clear()
-        if self.ranks.is_main:
-            write_to_stderr(f"warning: micro-batches are not recorded as CUDA graphs: {self.failure}")
-        return False
+        if failures:
+            self.failure = failures[0]
+            if self.ranks.is_main:
+                write_to_stderr(f"warning: micro-batches are not recorded as CUDA graphs: {self.failure}")
+        return not failures
 
-    def difference(self, loss: Tensor, expected: Tensor, norms: Tensor) -> str | None:
-        """How the loss and gradients of a graph differ from the ``expected`` loss and ``norms``; None if they agree."""
-        if not torch.equal(loss.nan_to_num(), expected.nan_to_num()):
-            return f"the loss of a graph is {loss.item():.9g} instead of {expected.item():.9g}"
-        drift = (self.norms() / norms - 1).abs()
-        drift = torch.where((norms == 0) | ~norms.isfinite(), 0.0, drift)
+
+def difference(outcomes: Sequence[tuple[Tensor, Tensor]], expected: Sequence[tuple[Tensor, Tensor]]) -> str | None:
+    """How the losses and norms of graphs differ from the ``expected`` ones; None if they agree."""
+    for (loss, norms), (right, right_norms) in zip(outcomes, expected, strict=True):
+        if not torch.equal(loss.nan_to_num(), right.nan_to_num()):
+            return f"the loss of a graph is {loss.item():.9g} instead of {right.item():.9g}"
+        drift = (norms / right_norms - 1).abs()
+        drift = torch.where((right_norms == 0) | ~right_norms.isfinite(), 0.0, drift)
         if not bool((drift <= DRIFT).all()):  # also if it is NaN
             return f"the norm of a gradient in a graph differs by {drift.max().item():.2g} of itself"
-        return None
-
-    def norms(self) -> Tensor:
-        gradients = [local_rows(p.grad) for p in self.parameters if p.grad is not None]
-        return torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)) if gradients else torch.zeros(1)
-
-
-def restore(before: Sequence[tuple[Tensor, Tensor | None, Tensor | None]]) -> None:
-    """Put each gradient back, with its value, in the memory that it had."""
-    for p, gradient, value in before:
-        p.grad = gradient
-        if gradient is not None and value is not None:
-            gradient.copy_(value)
+    return None

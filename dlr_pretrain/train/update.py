@@ -78,9 +78,10 @@ class Update:
         self.parameters = list(model.parameters())
         summing = parallel.summing(model, ranks.world_size, sum_dtype(cfg.precision.name, ranks.world_size))
         self.compute: Compute = partial(add_gradients, model, summing)
-        if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
-            self.compute = Recorded(self.compute, self.parameters, ranks)
         self.micro_batch = cfg.micro_batch(ranks.world_size)
+        if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
+            micro_batches = cfg.train.global_batch // ranks.world_size // self.micro_batch
+            self.compute = Recorded(self.compute, self.parameters, micro_batches, ranks)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 

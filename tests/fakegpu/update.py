@@ -32,10 +32,10 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # nor of
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
+from dlr_pretrain.train import recorded
 from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.state import new_model
 from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import Update, to_host
@@ -85,7 +85,7 @@ def evaluate(update: Update, batch: Batch) -> None:
 def main(words: list[str]) -> dict:
     cfg = load([*words, "data=sample", "logger=jsonl", "device=cuda"], int(os.environ.get("WORLD_SIZE", "1")))
     vocab_size, moved = cfg.planned_vocab_size, TritonBytes()
-    Recorded.difference = lambda *_: None  # the device computes no values
+    recorded.difference = lambda *_: None  # the device computes no values
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN itself needs a device; flash attention is torch's own
     with Ranks(cfg) as ranks:
         ranks.use_device()

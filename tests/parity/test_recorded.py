@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.optim.schedule import merge_due, rate
+from dlr_pretrain.train import recorded
 from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
@@ -53,7 +55,8 @@ def updated(cfg: Config, ranks: Ranks, by_graphs: bool, before=lambda update, in
     """The outcomes and weights of some updates with a forward pass after each, the ``Update``, and its tapes."""
     update, outcomes, tapes = trial(cfg, ranks, VOCAB), [], []
     if by_graphs:
-        update.compute = Recorded(update.compute, update.parameters, ranks)
+        micro_batches = cfg.train.global_batch // ranks.world_size // update.micro_batch
+        update.compute = Recorded(update.compute, update.parameters, micro_batches, ranks)
 
         def tape(pool):
             tapes.append(Tape(lambda: [sharded.local_rows(p.grad) for p in update.parameters if p.grad is not None]))
@@ -82,7 +85,7 @@ def assert_equal(cfg: Config, before=lambda update, index: None) -> list[list[fl
     micro_batches = cfg.train.global_batch // ranks.world_size // update.micro_batch
     assert update.compute.failure is None
     assert len(tapes) == min(micro_batches, 3)  # first, next, last; or one that is first and last
-    assert sum(tape.replays for tape in tapes) == (UPDATES - 1) * micro_batches
+    assert sum(tape.replays for tape in tapes) == (UPDATES - 1) * micro_batches + len(tapes)  # with those of the check
     assert str(outcomes) == str(expected)  # as text, NaN equals itself
     for name, weight in eager.items():
         assert torch.equal(weights[name], weight), name
@@ -193,16 +196,14 @@ def test_a_call_that_cannot_be_recorded_ends_the_recording(capfd):
     assert "not permitted when stream is capturing" in update.compute.failure
 
 
-def test_a_rank_that_finds_a_difference_ends_the_recordings_of_all():
+def test_a_rank_that_finds_a_difference_ends_the_recordings_of_all(monkeypatch):
     def act():
-        def plant(update, index):
-            if index == 0 and isinstance(update.compute, Recorded) and update.ranks.rank == 1:
-                update.compute.difference = lambda *_: "another loss"
-
+        if os.environ["RANK"] == "1":
+            monkeypatch.setattr(recorded, "difference", lambda *_: "another loss")
         cfg = config((*COLA, "train.micro_batch=1"), 2)
         with Ranks(cfg) as ranks:
             expected, *_ = updated(cfg, ranks, by_graphs=False)
-            outcomes, _, update, _ = updated(cfg, ranks, by_graphs=True, before=plant)
+            outcomes, _, update, _ = updated(cfg, ranks, by_graphs=True)
         assert update.compute.failure == "rank 1: another loss"
         assert outcomes == expected
 

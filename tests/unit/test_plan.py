@@ -95,7 +95,7 @@ def test_what_precision_and_ranks_add():
     alone, of_two = (memory(config(*TINY, *batch), 500, 1, state_bytes) for batch in (("train.global_batch=2",), ()))
     waiting = of_two.total - of_two.graphs - (alone.total - alone.graphs)  # gradients, for those of others
     assert waiting == pytest.approx(of_two.gradients, rel=0.01 * alone.total / of_two.gradients)
-    assert of_two.graphs - of_two.gradients == pytest.approx(alone.graphs, rel=0.01)  # and their copy in a check
+    assert of_two.graphs == alone.graphs > 0  # an evaluation beside them
     assert memory(config(*TINY, "cuda_graphs=false"), 500, 1, state_bytes).graphs == 0
     assert parts("precision=fp32") == (4, 0, 4, 8)
     assert parts("precision=bf16_mixed") == (2, 4, 4, 8)
