@@ -209,6 +209,7 @@ class Llama(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int = ALIGNMENT):
         super().__init__()
+        self.factorized = cfg.backbone.factorized
         self.model = Body(cfg, vocab_size, alignment)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         self.score = score

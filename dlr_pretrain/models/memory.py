@@ -91,8 +91,8 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
 def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     """The memory of rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
 
-    At the peak all weights are gathered, and the whole gradients of two blocks (the current and the previous one) and
-    of embedding, final norm and head are waiting for their sum.
+    At the peak all weights are gathered, or those of two dense blocks (the current and the next one) and of embedding,
+    final norm and head. As many gradients, of two blocks in any case, wait for their sum.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
@@ -113,7 +113,7 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     weights = sum(p.nbytes for p in own.values()) + _size(model.buffers()) + residuals
     gradients = sum(p.nbytes for p in trained.values())
     optimizer = state_bytes(cfg.optimizer, trained)
-    temporaries = peak - kept + whole * working.itemsize + waiting
+    temporaries = peak - kept + (whole if cfg.backbone.factorized else some) * working.itemsize + waiting
     if cfg.parallel.name == "hsdp" and reduced != state:  # torch keeps the sum over nodes beside its cast
         temporaries += sum(p.numel() for p in trained.values()) * reduced.itemsize
     graphs = 0

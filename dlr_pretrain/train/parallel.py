@@ -10,8 +10,8 @@ are fp32 rows, rounded as they are gathered. Source: Rajbhandari et al. (ZeRO st
 HSDP: each node holds a copy, whose rows are divided among its ranks. Weights are gathered only within a node; the rows
 of gradients are summed over nodes once per update.
 
-Weights are gathered once per micro-batch and stay until its backward pass has used them: those of a low-rank model are
-small (5.6 GB at 7b), and a second gathering would be a third of the traffic.
+Factorised weights are gathered once per micro-batch, and stay until its backward pass has used them: they are small
+(5.6 GB at 7b), and a second gathering would be a third of the traffic. Dense blocks are gathered for each pass.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def shard_(cfg: Config, model: Llama) -> None:
         WORKING_DTYPE[cfg.precision.name], reduce_dtype=sum_dtype(cfg.precision.name, ranks), cast_forward_inputs=False
     )
     for module in (*model.model.layers, model):
-        sharded_module = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        dense = module is not model and not model.factorized
+        sharded_module = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=dense)
         sharded_module.set_gradient_divide_factor(1.0)
         sharded_module.set_force_sum_reduction_for_comms(True)
     for module, following in pairwise((model, *model.model.layers)):
@@ -80,7 +81,8 @@ def without_backward(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_reshard_after_forward(False)
+        model.set_reshard_after_forward(not model.factorized)
+        model.set_reshard_after_forward(False, recurse=False)
 
 
 def summing(

@@ -109,11 +109,14 @@ def test_a_skipped_update_changes_nothing():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("hsdp", 4)])
-def test_ranks_replay_their_sums(parallel, ranks):
-    words = (*COLA, f"parallel={parallel}", "train.micro_batch=1")
-    if parallel == "hsdp":
-        words = (*COLA, "parallel=hsdp", "parallel.shards=2", "train.micro_batch=2")
+@pytest.mark.parametrize(("ranks", "words"), [
+    (2, (*COLA, "parallel=ddp", "train.micro_batch=1")),
+    (4, (*COLA, "parallel=ddp", "train.micro_batch=1")),
+    (2, (*COLA, "parallel=fsdp", "train.micro_batch=1")),
+    (2, ("backbone=full", "parallel=fsdp", "train.micro_batch=1")),
+    (4, (*COLA, "parallel=hsdp", "parallel.shards=2", "train.micro_batch=2")),
+], ids=str)  # fmt: skip
+def test_ranks_replay_their_sums(ranks, words):
     on_ranks(lambda: assert_equal(config(words, ranks)), ranks)
 
 
