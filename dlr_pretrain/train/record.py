@@ -140,12 +140,12 @@ def update_record(run_dir: Path, entries: dict) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of ``PACKAGES``."""
-    found = {}
+    """Installed versions of ``PACKAGES``. That of torch names its build, such as +cu130, which its metadata may not."""
+    installed = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed | {"torch": torch.__version__}
 
 
 def git_state() -> str | None:

@@ -74,6 +74,11 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "manifest.json"]
 
 
+def test_the_record_names_the_build_of_torch(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.13.0+cu130")  # the metadata of this build say 2.13.0
+    assert record.versions()["torch"] == "2.13.0+cu130"
+
+
 def test_a_second_start_may_change_keys_of_the_machine(tmp_path):
     first = open_in(tmp_path)
     second = open_in(tmp_path, "train.micro_batch=2", "log.every=3", "data.root=/moved", world_size=2)
