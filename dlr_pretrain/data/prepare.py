@@ -167,7 +167,7 @@ def tokenised_once(
             rule = f"the tokens of the text cannot be written here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
-    made.version, made.contents = source.version, source.contents
+    made.version, made.versions, made.contents = source.version, source.versions, source.contents
     return made
 
 

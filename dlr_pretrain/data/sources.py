@@ -73,6 +73,7 @@ class TextSource:
         self.splits_document = False  # into training and validation text, because all first documents are the same
         self.threshold = 0  # documents with a hash below it are held out
         self.contents = chosen.contents(data)
+        self.versions = chosen.versions(data)
         self.remark = ""  # on the cost of reading this text
         self._reported: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:

@@ -6,6 +6,8 @@ decide, because a folder of text often also holds licences, tables, tokenizer fi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections import defaultdict
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data.columns import count_rows
-from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots
+from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions
 from dlr_pretrain.data.formats import BOM, COMPRESSIONS, DAMAGED, FORMATS, decompressed, kind_of, sniff, unreadable
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import amount, plural, shortened
@@ -62,6 +64,15 @@ class Choice:
             found["left out"] = "; ".join(f"{', '.join(shortened(some))} ({why})" for why, some in names.items())
         return found
 
+    def versions(self, data: Data) -> dict[str, str]:
+        """The versions that servers report, by address: a run resumes with these."""
+        files = [file for file in (*self.train, *self.validation) if file.changed]
+        if not files:
+            return {}
+        where = data.root or os.path.dirname(files[0].address)
+        states = json.dumps([(file.name, file.version()) for file in files])
+        return {f"data.versions at {where}": hashlib.sha256(states.encode()).hexdigest()}
+
 
 def choose(data: Data) -> Choice:
     """The files that ``data`` names. All local files are opened, but only the first remote file.
@@ -77,7 +88,7 @@ def choose(data: Data) -> Choice:
         raise UserError(f"{rule}: the evaluation would use training text. Narrow data.train_files")
     names = {file.name for file in train}  # addresses without a root may have the same names in both splits
     validation = [replace(file, name=file.address) if file.name in names else file for file in validation]
-    train, validation = (_without_empty(files, data, left_out) for files in (train, validation))
+    train, validation = (_without_empty(with_versions(files), data, left_out) for files in (train, validation))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     if data.validation_files is not None and not validation:
