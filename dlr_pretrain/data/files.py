@@ -32,6 +32,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_stderr
+from dlr_pretrain.util.files import draft_of
 from dlr_pretrain.util.text import plural
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
@@ -437,7 +438,7 @@ def _cached(file: File, path: Path) -> BinaryIO:
             write_to_stderr(f"note: {file.address}: {rule}. Its earlier copies remain in {path.parent.parent}")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it as well
+        draft = draft_of(path)  # others may fetch it as well
         try:
             with naming(path), draft.open("wb") as target, open_file(file) as source:
                 shutil.copyfileobj(source, target, RANGE_BYTES)
