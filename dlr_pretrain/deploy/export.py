@@ -9,7 +9,8 @@ import inspect
 import json
 import pkgutil
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -29,7 +30,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import read_json, sync, write_text
+from dlr_pretrain.util.files import locked, read_json, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
@@ -88,32 +89,46 @@ def export(
     special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
     settings = model_config(exported, len(head), head.dtype) | special_ids
     settings["tokenizer_sha256"] = tokenizer.fingerprint
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_weights(partial, tensors)
-    loadable = exported.backbone.name == DENSE.name or exported_keys(exported) is not None
-    contents = {"config": settings, "generation_config": special_ids} if loadable else {}
-    for name, content in (contents | {"fold": record}).items():
-        write_text(partial / f"{name}.json", json.dumps(content, indent=2) + "\n")
-    if loadable and exported.backbone.name != DENSE.name:
-        write_text(partial / MODELING.name, modeling(exported))
-    export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
-    write_text(partial / "README.md", card(exported, record, cfg, loadable))
-    if not loadable:
-        checked = NO_LAYER.format(exported.backbone.name)
-    elif ids is None:
-        checked = "not verified"
-    else:
+    with written_whole(folder) as draft:
+        write_weights(draft, tensors)
+        loadable = exported.backbone.name == DENSE.name or exported_keys(exported) is not None
+        contents = {"config": settings, "generation_config": special_ids} if loadable else {}
+        for name, content in (contents | {"fold": record}).items():
+            write_text(draft / f"{name}.json", json.dumps(content, indent=2) + "\n")
+        if loadable and exported.backbone.name != DENSE.name:
+            write_text(draft / MODELING.name, modeling(exported))
+        export_tokenizer(draft, tokenizer, settings["max_position_embeddings"])
+        write_text(draft / "README.md", card(exported, record, cfg, loadable))
+        if not loadable:
+            return NO_LAYER.format(exported.backbone.name)
+        if ids is None:
+            return "not verified"
         reference = (tensors, torch.float32) if exported is cfg else (folded, head.dtype)  # a merge rounds once more
-        checked = agreement(partial, cfg, tokenizer, *reference, ids)
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
-    if folder.exists():
-        _rename_earlier(folder)
-    partial.rename(folder)
-    sync(folder.parent)
-    return checked
+        return agreement(draft, cfg, tokenizer, *reference, ids)
+
+
+def draft_folder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """An empty draft of ``folder``, which replaces it at the end of the context. After an exception the draft remains.
+
+    An earlier folder is renamed. Raises UserError if another process is writing the folder.
+    """
+    draft = draft_folder(folder)
+    with locked(draft) as lock:
+        for left in set(draft.iterdir()) - {lock}:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield draft
+        lock.unlink()
+        for path in (*draft.rglob("*"), draft):
+            sync(path)
+        if folder.exists():
+            _rename_earlier(folder)
+        draft.rename(folder)
+        sync(folder.parent)
 
 
 def _rename_earlier(folder: Path) -> None:

@@ -21,14 +21,13 @@ from pathlib import Path
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.tree import PACKAGE
-from dlr_pretrain.config.written import describe_differences, differences, read_record
+from dlr_pretrain.config.written import JOB, JOB_SHAPE, describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import EXPIRY, NUMBER, last_record, read_beat, read_json
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # a run in one of these states is queued or trained
-JOB = "job.json"
 
 
 def shipped(name: str) -> Path:
@@ -86,7 +85,7 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
 def last_job(run_dir: Path) -> dict:
     """The job that was queued last for a run, as in ``job.json``; empty if none is noted."""
     with suppress(FileNotFoundError, ValueError):
-        return read_json(run_dir / JOB, {"time": NUMBER, "job": str, "log": str})
+        return read_json(run_dir / JOB, JOB_SHAPE)
     return {}
 
 

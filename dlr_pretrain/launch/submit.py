@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dlr_pretrain.config.written import JOB, require_run_folder
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, JOB, STATES, Status, ask, last_job, queue, shipped, status_of
+from dlr_pretrain.launch.state import DUE, STATES, Status, ask, last_job, queue, shipped, status_of
 from dlr_pretrain.util.errors import Parser, UserError, at_least_1, write_to_stderr
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.secrets import redact
@@ -67,6 +68,8 @@ def start(
         print(f"{run.number:>3}  {run.dir}: {at}" + (f"  ({shlex.join(own)})" if own else ""))
     print(f"{plural(len(runs), 'run')}: {counted(stands)}", flush=True)
     due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
+    for run in due if not given.status else ():
+        require_run_folder(run.dir, run.cfg.data.cache)
     if due and given.local and not given.status:
         train(due, given.limit or 1, after_each)
     elif due and not given.local:

@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
-from dlr_pretrain.train.checkpoint import directories
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
@@ -39,26 +38,11 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     The identity consists of the settings that affect the mathematics of the run and the ``fingerprints`` of the data,
     their order and the tokenizer. Raises UserError with the differences if the directory holds another run.
     """
-    _refuse_other_files(run_dir, cfg.data.cache)
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "started_from": None, "micro_batch": {}})
     bind_identity(run_dir, identity(cfg) | fingerprints)
     record_state(run_dir, "running")
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
-
-
-def _refuse_other_files(run_dir: Path, cache: str | None) -> None:
-    """Raise UserError if the directory holds files but no run: a run could overwrite them.
-
-    A run without its manifest is known by its checkpoints. Logs, the job's file and the cache may precede the run.
-    """
-    if read_record(run_dir) or directories(run_dir / "checkpoints"):
-        return
-    expected = {"job.json", "profile", *([Path(cache).name] if cache and Path(cache).parent == run_dir else [])}
-    others = {path.name for path in run_dir.iterdir() if path.name[0] != "."} - expected
-    if found := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
-        rule = f"is not empty (it has {found[0]}), and holds no run"
-        raise UserError(f"run.dir={run_dir}: {rule}. Name a new folder")
 
 
 def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, flatten, to_dict
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.written import read_record, require_run_folder
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
@@ -53,6 +53,7 @@ def run(cfg: Config) -> bool:
         StopRequest(ranks) as stop,
     ):
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
+        ranks.on_main(lambda: require_run_folder(run_dir, cfg.data.cache))
         console = Console(cfg, enabled=ranks.is_main)
         corpus = open_corpus(cfg, run_dir, ranks, console.say)
         ranks.require_equal(corpus.fingerprints)
