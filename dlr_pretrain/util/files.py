@@ -159,6 +159,14 @@ def read_json(path: Path, shape: Shape) -> dict:
     return found
 
 
+def fits(path: Path, shape: Shape) -> bool:
+    """Whether a file exists and holds a JSON object of this ``shape``."""
+    with suppress(OSError, ValueError):
+        read_json(path, shape)
+        return True
+    return False
+
+
 def misfit(found: Any, shape: Shape, name: str = "it") -> str:
     """The first difference of ``found``, a value from a JSON file, from ``shape``, in words; empty if it fits.
 
