@@ -16,10 +16,9 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
@@ -31,7 +30,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_stderr
+from dlr_pretrain.util.errors import UserError, first_line, naming, noting_silence, write_to_stderr
 from dlr_pretrain.util.files import draft_of
 from dlr_pretrain.util.text import plural
 
@@ -292,22 +291,8 @@ def retry(ask: Callable[[], T], name: str) -> T:
         raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 
 
-@contextmanager
-def _noting_silence(name: str) -> Iterator[None]:
-    """Within this context, write a line to stderr at intervals while ``name`` has not answered."""
-    answered, since = threading.Event(), time.monotonic()
-
-    def write_notes() -> None:
-        wait = FIRST_NOTE_SECONDS
-        while not answered.wait(wait):
-            write_to_stderr(f"note: no answer from {name} for {time.monotonic() - since:.0f} s")
-            wait = NOTE_SECONDS
-
-    threading.Thread(target=write_notes, daemon=True).start()
-    try:
-        yield
-    finally:
-        answered.set()
+def _noting_silence(name: str) -> AbstractContextManager[None]:
+    return noting_silence(f"no answer from {name}", FIRST_NOTE_SECONDS, NOTE_SECONDS)
 
 
 def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:

@@ -68,8 +68,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
             return
         if self.trained or not self.ranks.heartbeat.step:
             stopped = _stopped(AFTER_TRAINING if self.trained else BEFORE_TRAINING)
-            if self.ranks.heartbeat.holds:
-                record_stop(self.ranks.heartbeat.folder, stopped)
+            record_stop(self.ranks.heartbeat, stopped)
             exit_process(stopped, say=self.ranks.is_main)
         if self.ranks.is_main:
             write_to_stderr("\nasked to stop: saving after this step; a second Ctrl-C exits at once")

@@ -80,7 +80,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     # Agreement between ranks
 
     def on_main(self, decide: Callable[[], T]) -> T:
-        """Call ``decide`` on rank 0, and return its result on every rank.
+        """Call ``decide`` on rank 0, while it holds the run directory, and return its result on every rank.
 
         If it raises a UserError, every rank raises it. If it raises another exception, rank 0 raises that, and the
         other ranks raise a UserError that names it.
@@ -90,6 +90,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         with self.heartbeat.may_wait():
             if self.is_main:
                 try:
+                    self.heartbeat.require_held()
                     answer[0] = _readable(decide)
                 except Exception as error:
                     own = error

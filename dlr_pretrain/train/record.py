@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -73,29 +74,32 @@ def record_state(run_dir: Path, name: str, reason: str = "") -> None:
 @contextmanager
 def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
     """Within this context, the holder of the run directory records in ``manifest.json`` how the run ends."""
+    heartbeat.record_end = partial(_record_end, run_dir, heartbeat)  # for an end by a hang
     try:
         yield
     except BaseException as error:
-        names = {Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
-        if heartbeat.holds:
-            _record_end(run_dir, names.get(type(error), "failed"), first_line(error))
+        _record_end(run_dir, heartbeat, error)
         raise
-    if heartbeat.holds:
-        _record_end(run_dir, "complete")
+    _record_end(run_dir, heartbeat)
 
 
-def record_stop(run_dir: Path, stopped: Stopped) -> None:
+def record_stop(heartbeat: Heartbeat, stopped: Stopped) -> None:
     """Record a stop as ``recorded_end`` does, in a signal handler, unless the interrupted code writes the record."""
     if _writing.acquire(blocking=False):
         _writing.release()
-        _record_end(run_dir, "stopped", first_line(stopped))
+        heartbeat.record_end(stopped)
 
 
-def _record_end(run_dir: Path, name: str, reason: str = "") -> None:
-    """``record_state`` for a run that has reached ``open_record``. A failed write does not hide the run's own error."""
+def _record_end(run_dir: Path, heartbeat: Heartbeat, error: BaseException | None = None) -> None:
+    """Record the end of a run that has reached ``open_record``, unless another start has taken it over since.
+
+    A failed write does not hide the run's own error.
+    """
+    names = {Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped", type(None): "complete"}
     with suppress(OSError, UserError):
-        if read_record(run_dir).get("state", {}).get("name") == "running":
-            record_state(run_dir, name, reason)
+        heartbeat.require_held()
+        if heartbeat.holds and read_record(run_dir).get("state", {}).get("name") == "running":
+            record_state(run_dir, names.get(type(error), "failed"), first_line(error) if error else "")
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str, files: dict[str, str]) -> None:
