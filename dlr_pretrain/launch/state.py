@@ -1,6 +1,7 @@
 """The state of a run, from its ``manifest.json``, its heartbeat, and its job in SLURM's queue.
 
-    python -m dlr_pretrain.launch.state scale=1b dlr=on     prints the last saved step, or 0, for slurm/train.sbatch
+    python -m dlr_pretrain.launch.state scale=1b dlr=on     prints the last saved step, or 0, and the run directory, for
+                                                            slurm/train.sbatch
 
 ``<run>/job.json`` holds the job that was queued last for a run as {"time", "job", "log"}; ``job`` is the id of the
 array task, such as ``12_3``.
@@ -116,5 +117,10 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
+def print_saved(words: list[str]) -> None:
+    folder = Path(str(load(words, ranks=None, machine=False).run.dir))
+    print(last_saved(folder), folder)
+
+
 if __name__ == "__main__":
-    sys.exit(command(lambda: print(last_saved(Path(load(sys.argv[1:], ranks=None, machine=False).run.dir)))))
+    sys.exit(command(lambda: print_saved(sys.argv[1:])))
