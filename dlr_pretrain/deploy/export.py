@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
+import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from string import Template
@@ -275,7 +278,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its tokenizer.
 
     The weights are cast to ``dtype``; "auto" keeps the dtype of the file. No code of the folder runs: the low-rank
-    layers are this package's, or those of the user's package that the folder names. Raises UserError, which lists the
+    layers are this package's, or those of an installed package that the folder names. Raises UserError, which lists the
     tensors that do not fit, if ``folder`` is not a sound export; ``transformers`` itself would only warn of missing
     weights and initialise them at random.
     """
@@ -309,17 +312,36 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
 def _register_own_layer(folder: Path) -> None:
     """Register the exported layer of a user's own backbone, from the user's package, with our modeling file."""
-    from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
+    from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS, LowRankLinear
 
     settings = {}
     with suppress(OSError, ValueError):  # the loader reports a damaged file
         settings = read_json(folder / "config.json", {"backbone": str, LAYER: str})
-    if layer := settings.get(LAYER):
-        try:
-            LAYERS[settings["backbone"]] = pkgutil.resolve_name(layer)
-        except (ImportError, AttributeError) as error:
-            fix = "Install its package, or add the folder that holds it to PYTHONPATH"
-            raise UserError(f"{folder}: needs {layer}, which cannot be imported ({error}). {fix}") from error
+    if not (name := settings.get(LAYER)):
+        return
+    if came_with(folder, re.split("[.:]", name)[0]):
+        rule = "is in a folder around it, from which it may have been downloaded"
+        raise UserError(f"{folder}: names the layer {name}, which {rule}. If you trust its code, install its package")
+    try:
+        layer = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "Install its package, or add the folder that holds it to PYTHONPATH"
+        raise UserError(f"{folder}: needs {name}, which cannot be imported ({error}). {fix}") from error
+    if not (isinstance(layer, type) and issubclass(layer, LowRankLinear)):
+        rule = "which is not a subclass of LowRankLinear"
+        raise UserError(f"{folder}: names the layer {name}, {rule}. Its config.json is not what an export wrote")
+    LAYERS[settings["backbone"]] = layer
+
+
+def came_with(folder: Path, package: str) -> bool:
+    """Whether Python would find ``package`` in ``folder`` or around it, and it is neither imported nor installed."""
+    spec = None
+    with suppress(ImportError, ValueError):
+        spec = find_spec(package)  # imports nothing, because the name has no dot
+    if spec is None or package in sys.modules or package in packages_distributions():
+        return False
+    places = [Path(place).parent for place in spec.submodule_search_locations or [spec.origin or "/built-in"]]
+    return any(folder.resolve().is_relative_to(place.resolve()) for place in places if place != Path("/"))
 
 
 @torch.no_grad()
