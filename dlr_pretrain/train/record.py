@@ -30,6 +30,7 @@ from dlr_pretrain.util.secrets import redact
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip
+GIT_SECONDS = 30.0
 _writing = threading.Lock()  # the thread that saves checkpoints also writes
 
 
@@ -137,9 +138,13 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> str | None:
-    """The commit of this code, with "+" if it has local changes; None outside a checkout or without git."""
+    """The commit of this code, with "+" if it has local changes; None outside a checkout or if git does not answer."""
     root = Path(dlr_pretrain.__file__).parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GIT_SECONDS)
+    except subprocess.TimeoutExpired:  # such as a checkout on a slow file server
+        return None
+    return done.stdout.strip() or None

@@ -159,3 +159,13 @@ def test_threads_that_write_the_record_lose_nothing(tmp_path):
         list(pool.map(lambda i: update_record(tmp_path, {f"entry {i}": i}), range(100)))
     record = json.loads((tmp_path / "manifest.json").read_text())
     assert all(record[f"entry {i}"] == i for i in range(100))
+
+
+def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(dlr_pretrain, "__file__", str(tmp_path / "package" / "__init__.py"))
+    monkeypatch.setattr(record, "GIT_SECONDS", 0.1)
+    assert record.git_state() is None
