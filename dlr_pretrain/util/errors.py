@@ -6,6 +6,8 @@ import errno
 import os
 import signal
 import sys
+import threading
+import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,14 +15,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from dlr_pretrain.util.process import spin_briefly
+from dlr_pretrain.util.process import STOPPED, spin_briefly
 from dlr_pretrain.util.secrets import redact
 
 EXIT_CONFIG = 2  # the configuration is wrong: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it diverged
 EXIT_LOST = 4  # a rank was lost or hangs, or data do not arrive: the same command continues
 EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one that no handler turns into a stop
-EXIT_STOPPED = 75  # stopped early; what had begun is saved: the same command continues
+EXIT_STOPPED = STOPPED  # stopped early; what had begun is saved: the same command continues
 FIXES = {  # by error number
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Change its permissions, or name another place"),
@@ -85,6 +87,24 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+@contextmanager
+def noting_silence(what: str, first: float, every: float) -> Iterator[None]:
+    """Within this context, write to stderr how long ``what`` has lasted: after ``first`` seconds, then ``every``."""
+    ended, since = threading.Event(), time.monotonic()
+
+    def write_notes() -> None:
+        wait = first
+        while not ended.wait(wait):
+            write_to_stderr(f"note: {what} for {time.monotonic() - since:.0f} s")
+            wait = every
+
+    threading.Thread(target=write_notes, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def record_for_torchrun(error: BaseException) -> None:
