@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from dlr_pretrain.models import build_model, loss
 from dlr_pretrain.models.llama import attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
 from dlr_pretrain.optim.optimizer import Optimizer
+from dlr_pretrain.optim.schedule import merge_due
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.ranks import Ranks
@@ -93,6 +95,34 @@ def test_the_compiled_step_equals_the_eager_one(trainer, backbone, precision, lo
     if not dense:
         without = gradients(trainer(*choice[:3], "dlr=off", "compile=true"))
         assert (without[1] - eager[1]).norm() > 0.5 * eager[1].norm()
+
+
+@pytest.mark.parametrize("words", [
+    (), ("precision=bf16_mixed",), ("precision=bf16_sr", "optimizer=adamw_8bit"), ("optimizer=muon",),
+    ("train.activation_checkpointing=latent",), ("data.mask_documents=true",), ("parallel=fsdp",),
+    ("backbone=cola_lax",), ("backbone=relora", "dlr=off", "backbone.merge_every=4", "backbone.restart_warmup=2"),
+    ("attention=triton",), ("attention=triton", "data.mask_documents=true"),
+], ids=lambda words: " ".join(words) or "cola")  # fmt: skip
+def test_updates_by_graphs_are_updates(trainer, words):
+    """Losses of updates with four micro-batches agree to the rounding of sums in the order of arrival."""
+    if "optimizer=adamw_8bit" in words:
+        pytest.importorskip("torchao")
+    losses = {}
+    for graphs in ("true", "false"):
+        loop = trainer(*words, "train.micro_batch=2", "scale.num_layers=2", "compile=true", f"cuda_graphs={graphs}")
+        update = loop.update
+        separator = 1 if "data.mask_documents=true" in words else None
+        given = [replace(batch, separator=separator) for batch in steps(8)]
+        losses[graphs] = []
+        for index, batch in enumerate(given):
+            losses[graphs].append(update(batch, index, 1e-3).loss.item())
+            if merge_due(loop.cfg, index + 1):
+                update.merge(index + 1)
+        if graphs == "true":
+            assert update.compute.failure is None and len(update.compute.recordings) == 3
+            update.close()
+    assert losses["true"][0] == losses["false"][0]
+    assert losses["true"] == pytest.approx(losses["false"], rel=2e-3)
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import distributions
 from unittest.mock import patch
 
 import numpy as np
@@ -35,9 +36,11 @@ SHAPES = {"3 x 64": (3, 64), "1 x 128": (1, 128), "2 x 32": (2, 32)}  # heads an
 DTYPES = {"fp32": (torch.float32, 2e-6), "fp16": (torch.float16, 1e-3)}  # and the largest relative error
 BACKBONES = ("cola", "full", "lora", "lowrank train.activation_checkpointing=latent")
 WIDE = "scale.hidden_size=64", "train.seq_len=64"  # two heads of 32
+TRITON = next((each.version for each in distributions(name="triton")), None)
 MISSING = {
-    "Triton is not installed: it comes with CUDA builds of torch": importlib.util.find_spec("triton") is None,
-    "the interpreter of Triton 3.6 fails with numpy 2.4": np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    "Triton is not installed: it comes with CUDA builds of torch": TRITON is None,
+    "the interpreter of Triton 3.6 fails with numpy 2.4": str(TRITON).startswith("3.6.")
+    and np.lib.NumpyVersion(np.__version__) >= "2.4.0",
 }
 interpreted = [pytest.mark.skipif(missing, reason=reason) for reason, missing in MISSING.items()]
 
