@@ -24,7 +24,9 @@ HEAD_BYTES = 1 << 19  # read from each file; more if no document has ended by th
 MAX_HEAD_BYTES = 8 << 20
 PART_BYTES = 1 << 16  # of text, read at a time
 HEAD_ROWS = 256  # of a parquet or arrow file
-MAX_MEASURED = 64  # up to this many files, all are measured; of more files, at most SAMPLED of each suffix
+MAX_MEASURED = (
+    64  # up to this many files, all are measured; of more, at most SAMPLED of each suffix, and those without a size
+)
 SAMPLED = 8
 THREADS = 8
 TOLERANCE = 0.25  # relative difference from the average of a suffix that is put down to chance
@@ -39,7 +41,12 @@ def estimate_sizes(files: Sequence[File], data: Data) -> tuple[list[int], list[i
     for file in files:
         groups[formats.suffix_of(file.name)].append(file)
     step = {suffix: 1 if len(files) <= MAX_MEASURED else -(-len(group) // SAMPLED) for suffix, group in groups.items()}
-    sample = [file for suffix, group in groups.items() for file in group[:: step[suffix]]]
+    sample = [
+        file
+        for suffix, group in groups.items()
+        for number, file in enumerate(group)
+        if number % step[suffix] == 0 or file.size is None  # without a size, the rate of other files says nothing
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
         measured = dict(zip(sample, pool.map(lambda file: estimate_size(file, data), sample), strict=True))
     known = {file: own for file, own in measured.items() if own and file.size}

@@ -1,6 +1,7 @@
 """Estimates of how much text files hold, compared with how much they hold."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,15 @@ def test_sizes_compare_across_compressions(tmp_path, count):
              for i in range(count)]  # fmt: skip
     characters, many = estimate_sizes(files, Data("local"))
     assert max(characters) / min(characters) < 1.1 and max(many) / min(many) < 1.1
+
+
+def test_files_without_a_size_are_all_measured(tmp_path):
+    """Before, eight of more than 64 were; each other file counted as one character and was read once, the eight often."""
+    files, texts = [], {}
+    for number in range(80):
+        texts[number] = documents(3 + number % 7, 30, seed=number)
+        files.append(written(tmp_path / f"{number:02d}.jsonl", lines_of(texts[number])))
+    unsized = [replace(file, size=None) for file in files]
+    characters, counts = estimate_sizes(unsized, Data("local"))
+    assert characters == [sum(map(len, texts[number])) for number in range(80)]
+    assert counts == [len(texts[number]) for number in range(80)]
