@@ -104,7 +104,7 @@ def test_sizes_compare_across_compressions(tmp_path, count):
 
 
 def test_files_without_a_size_are_all_measured(tmp_path):
-    """Before, eight of more than 64 were; each other file counted as one character and was read once, the eight often."""
+    """Before, eight of more than 64 were, and each other file counted as one character."""
     files, texts = [], {}
     for number in range(80):
         texts[number] = documents(3 + number % 7, 30, seed=number)
