@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 
 from dlr_pretrain.deploy.export import need
-from dlr_pretrain.util.errors import Parser, at_least_1, command
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
+from dlr_pretrain.util.files import read_json, write_durably
 
 
 def main() -> int:
@@ -31,6 +31,12 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace) -> None:
+    if given.output and given.output.exists():
+        try:
+            read_json(given.output, {"harness": str, "checkpoints": list})
+        except ValueError:
+            rule = "exists, and is not what this command wrote"
+            raise UserError(f"--output={given.output}: {rule}. Name another file") from None
     report = {"harness": need("lm-eval", "eval"), "convention": "as_in_paper" if given.as_in_paper else "plain"}
     report |= {"data": str(given.data or "hub"), "limit": given.limit, "checkpoints": []}
     from dlr_pretrain.deploy import zero_shot

@@ -18,12 +18,13 @@ from dlr_pretrain.analysis import paper
 from dlr_pretrain.analysis.paper import Item, Program
 from dlr_pretrain.config import parse
 from dlr_pretrain.config.tree import PACKAGE
-from dlr_pretrain.config.written import read_config
+from dlr_pretrain.config.written import read_config, require_run_folder
 from dlr_pretrain.launch.local import LOG
 from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.state import queue, status_of
 from dlr_pretrain.launch.submit import start
 from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, share, write_to_stderr
+from dlr_pretrain.util.files import claim
 from dlr_pretrain.util.process import cores
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def act(given: argparse.Namespace) -> int:
     if not names or not (given.submit or given.local or given.render):
         show(works, given, briefly=not names)
         return 0
+    if not given.status:
+        claim(given.output, "reproduce.py")
     if (given.submit or given.local) and not any(word.startswith("run=") for word in given.overrides):
         for work in works:
             given.what = [work.item.name]
@@ -193,6 +196,7 @@ def rehearse(given: argparse.Namespace) -> int:
     from dlr_pretrain.analysis.reproduce import render
 
     output, given.items = given.output or Path("rehearsal"), [paper.rehearsed(item) for item in given.items]
+    claim(output, "reproduce.py")
     given.sft_data, given.task_data = paper.write_documents(output / "documents")
     overrides = [*paper.REHEARSAL, f"run.root={output / 'runs'}", *given.overrides]
     works = read_works(given, overrides, output / "results")
@@ -218,6 +222,7 @@ def train(run: PlannedRun) -> str:
 
     from dlr_pretrain.train.run import run as train_run
 
+    require_run_folder(run.dir, run.cfg.data.cache)
     torch.set_num_threads(1)
     run.dir.mkdir(parents=True, exist_ok=True)
     with open(run.dir / LOG, "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):

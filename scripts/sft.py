@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from dlr_pretrain.deploy.export import need
-from dlr_pretrain.deploy.sft import DATASET, RECORD, fine_tune, read_rows
-from dlr_pretrain.util.errors import Parser, at_least_1, command, write_to_stderr
+from dlr_pretrain.deploy.sft import DATASET, fine_tune, read_rows
+from dlr_pretrain.util.errors import Parser, at_least_1, command
 
 
 def main() -> int:
@@ -30,10 +30,7 @@ def run(folder: Path, data: str, output: Path, seeds: list[int], **recipe) -> No
     need("trl", "sft")
     rows = read_rows(data)
     for seed in seeds:
-        if (output / f"s{seed}" / RECORD).exists():
-            write_to_stderr(f"note: {output}/s{seed} exists already, and stays as it is")
-        else:
-            fine_tune(folder, output / f"s{seed}", rows, seed, **recipe)
+        fine_tune(folder, output / f"s{seed}", rows, seed, **recipe)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.launch.submit import parser_of, read_options, start
 from dlr_pretrain.util.errors import EXIT_FAILED, command
+from dlr_pretrain.util.files import claim
 from dlr_pretrain.util.secrets import redact
 
 EPILOG = """examples:
@@ -40,6 +41,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="for the results")
     given = read_options(parser, argv)
+    if not given.status:
+        claim(given.output, "tune.py")
     runs = load_runs(read_table(given.what), machine=given.local)
     names = tune.method_names(runs)
     design = tune.grid(names, runs, given.confirm)

@@ -10,9 +10,18 @@ scratch=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/dlr_pretrain.$SLURM_JOB_ID
 trap 'trap "" USR1 TERM; rm -rf "$scratch"' EXIT # a signal that kills rm would set the exit code
 
 # Compilers cache on this node's own disk, because on a network file system ranks and jobs damage each other's caches.
-# The folder outlives the job, for its restarts and for later jobs. Another user's folder is not trusted.
+# The folder outlives the job, for its restarts and for later jobs. A folder that others can write to is not trusted.
 cache=${TMPDIR:-/tmp}/dlr_pretrain_compiled.$UID
-{ mkdir -p -m 700 "$cache" && [[ -O $cache && ! -L $cache ]]; } 2>/dev/null || cache=$scratch
+{ mkdir -p -m 700 "$cache" && [[ -O $cache && ! -L $cache && ! $(find "$cache" -maxdepth 0 -perm /022) ]]; } 2>/dev/null ||
+    cache=$scratch
+# A power failure leaves files of length 0, with which every start would end in a traceback. Locks are always empty.
+booted=$(awk '$1 == "btime" { print $2 }' /proc/stat)
+empty=$(find "$cache" -type f -empty ! -name '*.lock' ! -newermt "@$booted" -print -quit)
+if [[ $empty ]]; then
+    aside=$(mktemp -d "$cache.damaged.XXXXXX")
+    mv "$cache" "$aside" && mkdir -m 700 "$cache"
+    echo "note: $empty is empty since this node has failed, so all compiled code was moved to $aside: delete it" >&2
+fi
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 
@@ -51,6 +60,7 @@ while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
 outcome=0
 wait "$agent" || outcome=$?
 
+((outcome != 1)) || echo "note: if compiled code is at fault, delete $cache" >&2
 if [[ ! $asked ]] && ((outcome == 75)); then
     exit 0 # train.stop_after stopped the run: this is not a failure, and no reason to requeue the job
 fi

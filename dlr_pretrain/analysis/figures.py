@@ -29,6 +29,7 @@ if _backend is not None:
         matplotlib.rcParams["backend"] = _backend
 
 IMAGES = ("png", "svg", "pdf")
+PLAIN_TEXT = {"text.parse_math": False}  # a $ is literal in all that users type, such as the names of runs
 POINTS = 1000  # the most that a curve has
 TAB20 = matplotlib.colormaps["tab20"].colors
 COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then lighter ones
@@ -59,7 +60,8 @@ class Picture:
 
 def axes() -> Axes:
     """The axes of a new figure, with faint lines at the ticks."""
-    ax = Figure(figsize=(8.0, 4.8), dpi=150).subplots()
+    with matplotlib.rc_context(PLAIN_TEXT):
+        ax = Figure(figsize=(8.0, 4.8), dpi=150).subplots()
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
@@ -67,14 +69,13 @@ def axes() -> Axes:
 
 def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
     """Save the figure of ``ax``, with its legend beside it."""
-    if ax.get_legend_handles_labels()[1]:
-        legend = ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a $ in a name is literal
     folder.mkdir(parents=True, exist_ok=True)
-    for kind in IMAGES:
-        with naming(path := folder / f"{name}.{kind}"):
-            ax.figure.savefig(path, bbox_inches="tight")
+    with matplotlib.rc_context(PLAIN_TEXT):  # saving makes the texts of ticks
+        if ax.get_legend_handles_labels()[1]:
+            ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        for kind in IMAGES:
+            with naming(path := folder / f"{name}.{kind}"):
+                ax.figure.savefig(path, bbox_inches="tight")
     return Picture(folder / f"{name}.png", caption)
 
 
@@ -126,6 +127,7 @@ def draw_group(
     """Draw a group: mean and band, unfinished runs, evaluations."""
     last = spread(ended(of).ppl) if len(ended(of)) else "unfinished"
     label = textwrap.fill(f"{of.label.iloc[0]}: {last}", 44)
+    label = f" {label}" if label.startswith("_") else label  # matplotlib would leave it out of the legend
     wide, at = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
     if column.startswith("eval/"):
         wide, mark = wide.dropna(how="all"), "o"

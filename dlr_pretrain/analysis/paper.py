@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ from typing import Literal
 import yaml
 
 from dlr_pretrain.analysis.tables import printed, recipe
+from dlr_pretrain.config import identity
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.state import shipped
@@ -118,7 +120,10 @@ class Item:
         return table if own is None else {"ppl": own[0], "ppl_std": own[1]}
 
     def programs(self, runs: Sequence[PlannedRun], out: Path, sft_data: str, task_data: str) -> Iterator[Program]:
-        """The steps on ``runs``, with results in ``out``, each after those that it depends on."""
+        """The steps on ``runs``, with results in ``out``, each after those that it depends on.
+
+        What a step makes from a row, or from a run, lies in a folder named by its runs and data.
+        """
         of_rows = [(row, [run for run in runs if self.row_of(run.line) == row]) for row in self.rows]
         groups = {
             "run": [(self.row_of(run.line), [run]) for run in runs],
@@ -126,14 +131,24 @@ class Item:
             "once": [("", list(runs))],
         }
         data = {"sft_data": sft_data, "task_data": ["--data", task_data] if task_data else []}
+        tuned_on = [sft_data for step in self.steps if "{sft_data}" in step.words]
         for step in self.steps:
             for row, of in groups[step.each]:
-                places = data | {"out": str(out), "row": row.replace(" ", "_")}
+                rows = dict(of_rows)[row] if "{row}" in step.words else of
+                made_from = [[str(run.dir.resolve()), identity(run.cfg)] for run in rows] + tuned_on
+                own = out if step.each == "once" else out / digest(made_from)
+                places = data | {"out": str(own), "row": row.replace(" ", "_")}
+                places["scores"] = str(own / f"tasks-{digest(task_data)}")
                 places["folded"] = [str(run.dir / "folded") for run in of]
                 if step.each == "run":
                     last = of[0].dir / "checkpoints" / f"step_{of[0].cfg.train.steps:08d}"
                     places |= {"run": str(of[0].dir), "name": of[0].dir.name, "checkpoint": str(last)}
                 yield Program(step.command(places), Path(step.makes.format_map(places)), of)
+
+
+def digest(content: object) -> str:
+    """A short name for ``content``."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def definitions() -> dict:
@@ -186,8 +201,8 @@ def load_each(lines: Sequence[Line], machine: bool = False) -> list[PlannedRun]:
         run = loaded[without_seed(line)]
         word = next(word for word in line.words if word.startswith("seed="))
         seed, words = int(word.removeprefix("seed=")), (*without_seed(run.line), word)
-        folder = re.sub(rf"-s{run.cfg.seed}(?=-|$)", f"-s{seed}", str(run.cfg.run.dir))
-        cfg = replace(run.cfg, seed=seed, run=replace(run.cfg.run, dir=folder))
+        name = re.sub(rf"-s{run.cfg.seed}(?=-|$)", f"-s{seed}", run.dir.name)
+        cfg = replace(run.cfg, seed=seed, run=replace(run.cfg.run, dir=str(run.dir.with_name(name))))
         runs.append(PlannedRun(number, replace(line, words=words), cfg))
     by_seed = any("${seed}" in word for line in lines for word in line.words)
     return load_runs(list(lines), machine) if by_seed or len({run.dir for run in runs}) < len(runs) else runs

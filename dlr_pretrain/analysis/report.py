@@ -17,7 +17,7 @@ import pandas as pd
 from dlr_pretrain.analysis.figures import Picture, draw, draw_run
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
-from dlr_pretrain.util.files import read_json, write_durably
+from dlr_pretrain.util.files import claim, read_json, write_durably
 from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import markdown
 
@@ -76,6 +76,7 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
     figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run at full precision.
     """
+    claim(output, "report.py")
     found = read_runs(places)
     tables = run_tables(found)
     write_tables(tables, output / "tables")

@@ -18,10 +18,13 @@ import yaml
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, as_typed, did_you_mean
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Config, Key, keys_of
 from dlr_pretrain.util.errors import UserError, file_error, first_line
-from dlr_pretrain.util.files import NUMBER, Shape, read_json
+from dlr_pretrain.util.files import NUMBER, Shape, fits, read_json, refuse_foreign
 
 TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
 PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # without globs
+JOB = "job.json"  # in a run directory: the job that was queued last
+JOB_SHAPE: Shape = {"time": NUMBER, "job": str, "log": str}
+CHECKPOINT: Shape = {"format": int, "state": {"step": int}, "files": dict}  # of a checkpoint's JSON file
 NULL_SPELLINGS = ("none", "null", "~", "")  # users type these for null; all but a bare null arrive as text
 MANIFEST = "manifest.json"
 RECORD: Shape = {
@@ -242,6 +245,19 @@ def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str
     if matter:
         parts.append(hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8])
     return "-".join(parts)
+
+
+def require_run_folder(run_dir: Path, cache: str | None = None) -> None:
+    """Before anything is written into ``run_dir``: raise UserError if it holds files but no run.
+
+    A run without its manifest is known by its checkpoints. Logs, the job's file and the cache may precede the run.
+    """
+    expected = {"profile"} | ({Path(cache).name} if cache and Path(cache).parent == run_dir else set())
+    if not (job := run_dir / JOB).exists() or not job.stat().st_size or fits(job, JOB_SHAPE):
+        expected.add(JOB)
+    checkpoints = run_dir.glob("checkpoints/step_*/checkpoint.json")  # other trainers name their folders so, too
+    ours = bool(read_record(run_dir)) or any(fits(path, CHECKPOINT) for path in checkpoints)
+    refuse_foreign(run_dir, "run.dir", "run", ours, expected)
 
 
 def read_config(run_dir: Path) -> dict:

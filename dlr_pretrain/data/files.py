@@ -16,10 +16,9 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
@@ -31,7 +30,9 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.util.errors import UserError, first_line, naming, write_to_stderr
+from dlr_pretrain.util.errors import UserError, first_line, naming, noting_silence, write_to_stderr
+from dlr_pretrain.util.files import draft_of
+from dlr_pretrain.util.text import plural
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
@@ -45,6 +46,10 @@ HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*|$)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
 HIDDEN = re.compile(r"(?:^|/)\.")
+# The names by which servers report the version of a file, the surest first
+VERSIONS = ("ETag", "etag", "Content-MD5", "generation", "LastModified", "Last-Modified", "last_modified", "mtime",
+            "modify", "created")  # fmt: skip
+ASKING_THREADS = 16
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ class File:
     name: str  # relative to the root of the source
     address: str  # a local path, or an address for fsspec
     size: int | None  # in bytes; None if the server does not report it
-    changed: str = field(default="", compare=False)  # what the server reports about this version, such as its time
+    changed: str = field(default="", compare=False)  # the server's name for this version, such as its ETag or time
 
     @property
     def is_local(self) -> bool:
@@ -67,7 +72,7 @@ class File:
     def state(self) -> list:
         """Values that differ once the file is replaced or edited."""
         if not self.is_local:
-            return [self.address, self.changed]
+            return [self.address, self.size, self.changed]
         path, found = os.path.realpath(self.address), os.stat(self.address)
         return [path, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
@@ -78,6 +83,10 @@ class File:
             return match[1] + match[3]
         path = self.address.removeprefix("file://")
         return self.address if "://" in path else os.path.realpath(path)
+
+    def version(self) -> str:
+        """The size and the server's name for this version, in words."""
+        return ", ".join(filter(None, ["" if self.size is None else f"{self.size:,} bytes", self.changed]))
 
 
 def find_files(root: str, pattern: str) -> list[File]:
@@ -144,22 +153,74 @@ def _find_remote(root: str, address: str) -> list[File]:
     base = _file_system(root)[1] if "://" in root else os.path.dirname(path[: magic.start()] if magic else path)
 
     def look() -> dict[str, dict]:
-        try:
+        with suppress(FileNotFoundError), _reaching():
             return system.glob(path, detail=True) if magic else {path: system.info(path)}
-        except FileNotFoundError as error:  # which fsspec also raises when a server cannot be reached
-            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
-                raise error.__cause__ from None
-            return {}
+        return {}
 
     found = retry(look, address)
     if outside := next((name for name in found if ".." in re.split(r"[/\\]", unquote(name))), None):
         fix = "Name the files in data.train_files"
         raise UserError(f"{address}: the server lists {outside}, which is outside its folder. {fix}")
     return [
-        File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"), str(entry))
+        File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"))
         for name, entry in sorted(found.items())
         if entry["type"] == "file"
     ]
+
+
+def with_versions(files: list[File]) -> list[File]:
+    """``files``, after the server of each is asked for its size and version: a listing may lack them, or write them
+    differently. Files on the hub are at a commit."""
+
+    def ask(file: File) -> File:
+        if file.is_local or HUB_FILE.fullmatch(file.address):
+            return file
+        entry = retry(partial(_info, file), file.address)
+        return replace(file, size=entry.get("size"), changed=_version(entry))
+
+    with ThreadPool(ASKING_THREADS) as pool:
+        answers = pool.map(ask, files)
+    if unknown := [file for file in answers if not (file.is_local or file.version())]:
+        rule = "its server reports neither size nor version, so a change of the file will go unnoticed"
+        log.warning("%s: %s (%s in all)", unknown[0].address, rule, plural(len(unknown), "file"))
+    return answers
+
+
+def require_same_version(file: File) -> None:
+    """Raise UserError if the server of a file has another version than ``with_versions`` has found."""
+    if not file.changed:
+        return
+    entry = _info(file)
+    now = replace(file, size=entry.get("size"), changed=_version(entry))
+    if now.changed and now.version() != file.version():
+        versions = f"{file.version()} when it was opened for this run, {now.version()} now"
+        fix = "Restore it, or start a new run with another run.dir"
+        raise UserError(f"{file.address}: has changed on its server ({versions}). {fix}")
+
+
+def _info(file: File) -> dict[str, Any]:
+    """What the server of a remote file reports about it."""
+    system, path = _file_system(file.address)
+    with _reaching():
+        return system.info(path)
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """Within this context, a server that is busy or out of reach raises its own error, not fsspec's "not found"."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        cause = error.__cause__
+        busy = getattr(cause, "status", 0) in (429, *range(500, 600))
+        if cause is not None and (busy or isinstance(cause, OSError)) and not isinstance(cause, FileNotFoundError):
+            raise cause from None
+        raise
+
+
+def _version(entry: dict[str, Any]) -> str:
+    """A server's name for the version of a file, from what it reports about the file; empty if it has none."""
+    return next((f"{name} {entry[name]}" for name in VERSIONS if entry.get(name)), "")
 
 
 def _file_system(address: str) -> tuple[Any, str]:
@@ -230,22 +291,8 @@ def retry(ask: Callable[[], T], name: str) -> T:
         raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 
 
-@contextmanager
-def _noting_silence(name: str) -> Iterator[None]:
-    """Within this context, write a line to stderr at intervals while ``name`` has not answered."""
-    answered, since = threading.Event(), time.monotonic()
-
-    def write_notes() -> None:
-        wait = FIRST_NOTE_SECONDS
-        while not answered.wait(wait):
-            write_to_stderr(f"note: no answer from {name} for {time.monotonic() - since:.0f} s")
-            wait = NOTE_SECONDS
-
-    threading.Thread(target=write_notes, daemon=True).start()
-    try:
-        yield
-    finally:
-        answered.set()
+def _noting_silence(name: str) -> AbstractContextManager[None]:
+    return noting_silence(f"no answer from {name}", FIRST_NOTE_SECONDS, NOTE_SECONDS)
 
 
 def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:
@@ -277,18 +324,19 @@ class RemoteFile(AbstractBufferedFile):
     """A remote file. The range of a failed request is requested again."""
 
     def __init__(self, file: File):
-        self._address = file.address
+        self._file = file
         self._stream: Any = None  # until the first request, and after an error
         super().__init__(*_file_system(file.address), "rb", RANGE_BYTES, cache_type="none", size=file.size)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         end = min(end, self.size)
         ranges = [(at, min(at + RANGE_BYTES, end)) for at in range(start, end, RANGE_BYTES)]
-        return b"".join(retry(partial(self._ask, *one), self._address) for one in ranges)
+        return b"".join(retry(partial(self._ask, *one), self._file.address) for one in ranges)
 
     def _ask(self, start: int, end: int) -> bytes:
         try:
             if self._stream is None:
+                require_same_version(self._file)  # ranges of two versions make no file
                 self._stream = self.fs.open(self.path, "rb", block_size=RANGE_BYTES, cache_type="none")
             self._stream.seek(start)
             content = self._stream.read(end - start)
@@ -315,7 +363,12 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
     if file.size is not None:
         return io.BufferedReader(RemoteFile(file), RANGE_BYTES)
     system, path = _file_system(file.address)  # a server that does not report the size does not send ranges
-    return io.BytesIO(retry(lambda: system.cat_file(path), file.address))
+
+    def fetch() -> bytes:
+        require_same_version(file)
+        return system.cat_file(path)
+
+    return io.BytesIO(retry(fetch, file.address))
 
 
 def user_cache() -> Path:
@@ -336,7 +389,7 @@ def user_cache() -> Path:
 
 def index_path(file: File, cache: str | None) -> Path:
     """The path of the index of a gzip file (see ``gunzip``), below ``cache`` or the user's cache."""
-    changed = os.stat(file.address).st_mtime_ns if file.is_local else None
+    changed = os.stat(file.address).st_mtime_ns if file.is_local else file.changed
     name = hashlib.sha256(repr((file.address, file.size, changed)).encode()).hexdigest()[:24]
     return (Path(cache) if cache else user_cache()) / "places" / f"{name}.npz"
 
@@ -357,10 +410,20 @@ def created_atomically(folder: Path) -> Iterator[Path]:
 
 
 def _cached(file: File, path: Path) -> BinaryIO:
-    """The copy of a file at ``path``, fetched if missing. Unlike with fsspec's caches, no process sees half of it."""
+    """The copy of this version of a file, fetched if missing. Unlike with fsspec's caches, no process sees half of it.
+
+    It lies at ``path``, or if the server names versions, in a folder beside it with the name of the version.
+    """
+    if file.changed:
+        others = [other for other in path.parent.glob(f".versions/*/{glob.escape(path.name)}") if other.is_file()]
+        version = hashlib.sha256(file.version().encode()).hexdigest()[:16]
+        path = path.parent / ".versions" / version / path.name
+        if others and path not in others:
+            rule = f"has changed on its server ({file.version()} now), and is fetched again"
+            write_to_stderr(f"note: {file.address}: {rule}. Its earlier copies remain in {path.parent.parent}")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it as well
+        draft = draft_of(path)  # others may fetch it as well
         try:
             with naming(path), draft.open("wb") as target, open_file(file) as source:
                 shutil.copyfileobj(source, target, RANGE_BYTES)

@@ -38,7 +38,7 @@ def lines(stream: BinaryIO, index: Path, start: int) -> Iterator[bytes]:
     line, begin, window = usable[-1].item() if len(usable) else (0, 0, b"")
     del points, usable  # they would hold a megabyte in each stream
     unfinished, since = [b""], 0  # parts of a line that has not ended; bytes of text since the last point
-    for offset, chunk, text in _inflate(stream, begin, window):
+    for offset, chunk, text in inflate(stream, begin, window):
         first, *more = text.split(b"\n")
         unfinished.append(first)
         if sum(map(len, unfinished)) >= MAX_LINE_BYTES:
@@ -58,7 +58,7 @@ def lines(stream: BinaryIO, index: Path, start: int) -> Iterator[bytes]:
         yield rest
 
 
-def _inflate(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+def inflate(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[int, bytes, bytes]]:
     """Yields the file from an access point on, chunk by chunk: the chunk's offset, compressed bytes and text."""
     stream.seek(offset)
     inflate = zlib.decompressobj(RAW_BLOCKS, window) if window else zlib.decompressobj(GZIP_FILE)

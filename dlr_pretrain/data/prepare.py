@@ -28,7 +28,7 @@ from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
-from dlr_pretrain.util.files import locked, sync, write_durably
+from dlr_pretrain.util.files import draft_of, locked, refuse_foreign, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
@@ -78,7 +78,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
         complete = partial(_complete, source, output)
         yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
     for suffix in SUFFIXES:
-        for draft in output.glob(f".*{suffix}"):
+        for draft in output.glob(f".*{suffix}.tmp*"):
             draft.unlink(missing_ok=True)
 
 
@@ -98,10 +98,7 @@ def _claim(output: Path, manifest: dict) -> None:
     output.mkdir(parents=True, exist_ok=True)
     path = output / tokens.MANIFEST
     if not path.exists():
-        others = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
-        if others:
-            rule = f"is not empty (it holds {others[0]}) and is not a folder of tokens"
-            raise UserError(f"{output}: {rule}. Name a new folder")
+        refuse_foreign(output, "--output", "tokens", ours=False)
         write_durably(path, json.dumps(manifest, indent=1))
     there = tokens.read_manifest(output)
     if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
@@ -124,7 +121,7 @@ def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
 def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
     """Write the files of a token shard to drafts, which are renamed once they are on the disk, ends last."""
     lengths = [np.zeros(1, np.int64)]
-    drafts = {suffix: path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in SUFFIXES}
+    drafts = {suffix: draft_of(path.with_suffix(suffix)) for suffix in SUFFIXES}
     with naming(path), drafts[tokens.TOKENS].open("wb") as file:
         for ids, starts in tokenise_in_chunks(source.read(shard), tokenizer):
             file.write(ids.data)
@@ -167,7 +164,7 @@ def tokenised_once(
             rule = f"the tokens of the text cannot be written here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
-    made.version, made.contents = source.version, source.contents
+    made.version, made.versions, made.contents = source.version, source.versions, source.contents
     return made
 
 

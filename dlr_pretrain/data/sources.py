@@ -59,7 +59,7 @@ class TextSource:
     ``version`` is the commit on the hub, or the name of the sample, by which a run finds the files later.
     """
 
-    order = "text 2"  # the version of the data order; a run resumes only with its own
+    order = "text 3"  # the version of the data order; a run resumes only with its own
     slack = 0.025  # a cut may move to the end of a file by up to this share of a stream's part
 
     def __init__(self, data: Data, chosen: Choice, version: str | None = None):
@@ -73,6 +73,7 @@ class TextSource:
         self.splits_document = False  # into training and validation text, because all first documents are the same
         self.threshold = 0  # documents with a hash below it are held out
         self.contents = chosen.contents(data)
+        self.versions = chosen.versions(data)
         self.remark = ""  # on the cost of reading this text
         self._reported: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:

@@ -6,18 +6,25 @@ decide, because a folder of text often also holds licences, tables, tokenizer fi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache as cache_results
+from pathlib import Path
 
 from dlr_pretrain.config.tree import Data
+from dlr_pretrain.config.written import JOB, JOB_SHAPE, MANIFEST
+from dlr_pretrain.data import tokens
 from dlr_pretrain.data.columns import count_rows
-from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots
+from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions
 from dlr_pretrain.data.formats import BOM, COMPRESSIONS, DAMAGED, FORMATS, decompressed, kind_of, sniff, unreadable
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import MARK, Shape, fits
 from dlr_pretrain.util.text import amount, plural, shortened
 
 SNIFF_THREADS = 16
@@ -34,6 +41,11 @@ SIDE_FILE = re.compile(
     r"contributing|metadata|dataset_infos?|dataset_dict|state|.*config|tokenizer|special_tokens_map|added_tokens|"
     r"vocab|merges"
 )
+# What this program writes into each of its folders: runs, queued runs, tokens, exports, fine-tuned models
+WRITTEN: tuple[tuple[str, Shape], ...] = (
+    (MANIFEST, {"identity": dict, "starts": list}), (JOB, JOB_SHAPE), (tokens.MANIFEST, tokens.MANIFEST_SHAPE),
+    ("fold.json", {"step": int}), ("sft.json", {"setting": dict}),
+)  # fmt: skip
 FORMAT_NAMES = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "arrow"}
 
 
@@ -62,6 +74,15 @@ class Choice:
             found["left out"] = "; ".join(f"{', '.join(shortened(some))} ({why})" for why, some in names.items())
         return found
 
+    def versions(self, data: Data) -> dict[str, str]:
+        """The versions that servers report, by address: a run resumes with these."""
+        files = [file for file in (*self.train, *self.validation) if file.changed]
+        if not files:
+            return {}
+        where = data.root or os.path.dirname(files[0].address)
+        states = json.dumps([(file.name, file.version()) for file in files])
+        return {f"data.versions at {where}": hashlib.sha256(states.encode()).hexdigest()}
+
 
 def choose(data: Data) -> Choice:
     """The files that ``data`` names. All local files are opened, but only the first remote file.
@@ -69,15 +90,16 @@ def choose(data: Data) -> Choice:
     Raises UserError if no file is for training, or if a file is for both training and validation.
     """
     root, left_out = data.root or "", dict[str, str]()
-    train, validation = (_unique(root, _matched(root, data, split), left_out) for split in ("train", "validation"))
+    matched = [_matched(root, data, split, left_out) for split in ("train", "validation")]
+    train, validation = (_unique(root, files, left_out) for files in matched)
     if data.train_files is None:
-        train, validation = _chosen_by_name(root, validation, left_out)
+        train, validation = _chosen_by_name(root, data, validation, left_out)
     elif both := {file.identity for file in train} & {file.identity for file in validation}:
         rule = f"data.train_files and data.validation_files both match {min(both)}"
         raise UserError(f"{rule}: the evaluation would use training text. Narrow data.train_files")
     names = {file.name for file in train}  # addresses without a root may have the same names in both splits
     validation = [replace(file, name=file.address) if file.name in names else file for file in validation]
-    train, validation = (_without_empty(files, data, left_out) for files in (train, validation))
+    train, validation = (_without_empty(with_versions(files), data, left_out) for files in (train, validation))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     if data.validation_files is not None and not validation:
@@ -85,23 +107,28 @@ def choose(data: Data) -> Choice:
     return Choice(train, validation, dict(sorted(left_out.items())))
 
 
-def _matched(root: str, data: Data, split: str) -> list[File]:
+def _matched(root: str, data: Data, split: str, left_out: dict[str, str]) -> list[File]:
     """The files that the glob of a split matches; [] without a glob. Raises UserError if it matches none."""
     pattern = data.train_files if split == "train" else data.validation_files
     if pattern is None:
         return []
-    if not (found := find_files(root, pattern)):
+    found = find_files(root, pattern)
+    if "**" in pattern:  # else the user has named the folder
+        found = _of_others(found, root, data, left_out)
+    if not found:
         where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
         raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
     return found
 
 
-def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> tuple[list[File], list[File]]:
+def _chosen_by_name(
+    root: str, data: Data, given: list[File], left_out: dict[str, str]
+) -> tuple[list[File], list[File]]:
     """The training files below ``root`` and the validation files: those ``given``, or else chosen by name as well.
 
     All have the format of most training text. If no validation file has this format, another is taken.
     """
-    found = {file: _skip_reason(file) for file in files_below(root)}
+    found = {file: _skip_reason(file) for file in _of_others(files_below(root), root, data, left_out)}
     taken = {file.identity for file in given}
     texts = _unique(root, [file for file, why in found.items() if not why and file.identity not in taken], left_out)
     names = {file.name for file in texts}
@@ -123,6 +150,23 @@ def _chosen_by_name(root: str, given: list[File], left_out: dict[str, str]) -> t
         left_out |= {name: f"{other} beside the folder's {FORMAT_NAMES[kind]}" for name, other in others.items()}
         named[split] = [file for file in files if file.name not in others]
     return named["train"], given or named["validation"]
+
+
+def _of_others(files: list[File], root: str, data: Data, left_out: dict[str, str]) -> list[File]:
+    """The files that are not in a folder that this program has written, such as a run below ``root``, or its cache."""
+    top, cache = os.path.realpath(root or "."), os.path.realpath(data.cache) if data.cache else None
+
+    @cache_results
+    def is_written(folder: str) -> bool:
+        if folder == cache or any(fits(Path(folder, name), shape) for name, shape in WRITTEN):
+            return True
+        if os.path.exists(os.path.join(folder, MARK)):
+            return True
+        return folder != top and folder != os.path.dirname(folder) and is_written(os.path.dirname(folder))
+
+    own = {file.name for file in files if file.is_local and is_written(os.path.dirname(os.path.realpath(file.address)))}
+    left_out |= dict.fromkeys(own, "written by this program")
+    return [file for file in files if file.name not in own]
 
 
 def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> UserError:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class TokenSource:
     """A folder of pre-tokenised shards: a source without texts. The constructor checks that no shard is missing."""
 
     version: str | None = None
+    versions: Mapping[str, str] = MappingProxyType({})  # see ``Choice.versions``
     remark = ""
     order, slack = "tokens 2", 0.0  # see ``TextSource``; no cut is moved
 

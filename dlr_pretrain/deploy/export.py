@@ -8,10 +8,14 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
+import re
 import shutil
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from string import Template
@@ -29,7 +33,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import read_json, sync, write_text
+from dlr_pretrain.util.files import locked, read_json, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
@@ -88,32 +92,46 @@ def export(
     special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
     settings = model_config(exported, len(head), head.dtype) | special_ids
     settings["tokenizer_sha256"] = tokenizer.fingerprint
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_weights(partial, tensors)
-    loadable = exported.backbone.name == DENSE.name or exported_keys(exported) is not None
-    contents = {"config": settings, "generation_config": special_ids} if loadable else {}
-    for name, content in (contents | {"fold": record}).items():
-        write_text(partial / f"{name}.json", json.dumps(content, indent=2) + "\n")
-    if loadable and exported.backbone.name != DENSE.name:
-        write_text(partial / MODELING.name, modeling(exported))
-    export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
-    write_text(partial / "README.md", card(exported, record, cfg, loadable))
-    if not loadable:
-        checked = NO_LAYER.format(exported.backbone.name)
-    elif ids is None:
-        checked = "not verified"
-    else:
+    with written_whole(folder) as draft:
+        write_weights(draft, tensors)
+        loadable = exported.backbone.name == DENSE.name or exported_keys(exported) is not None
+        contents = {"config": settings, "generation_config": special_ids} if loadable else {}
+        for name, content in (contents | {"fold": record}).items():
+            write_text(draft / f"{name}.json", json.dumps(content, indent=2) + "\n")
+        if loadable and exported.backbone.name != DENSE.name:
+            write_text(draft / MODELING.name, modeling(exported))
+        export_tokenizer(draft, tokenizer, settings["max_position_embeddings"])
+        write_text(draft / "README.md", card(exported, record, cfg, loadable))
+        if not loadable:
+            return NO_LAYER.format(exported.backbone.name)
+        if ids is None:
+            return "not verified"
         reference = (tensors, torch.float32) if exported is cfg else (folded, head.dtype)  # a merge rounds once more
-        checked = agreement(partial, cfg, tokenizer, *reference, ids)
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
-    if folder.exists():
-        _rename_earlier(folder)
-    partial.rename(folder)
-    sync(folder.parent)
-    return checked
+        return agreement(draft, cfg, tokenizer, *reference, ids)
+
+
+def draft_folder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """An empty draft of ``folder``, which replaces it at the end of the context. After an exception the draft remains.
+
+    An earlier folder is renamed. Raises UserError if another process is writing the folder.
+    """
+    draft = draft_folder(folder)
+    with locked(draft) as lock:
+        for left in set(draft.iterdir()) - {lock}:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield draft
+        lock.unlink()
+        for path in (*draft.rglob("*"), draft):
+            sync(path)
+        if folder.exists():
+            _rename_earlier(folder)
+        draft.rename(folder)
+        sync(folder.parent)
 
 
 def _rename_earlier(folder: Path) -> None:
@@ -260,7 +278,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its tokenizer.
 
     The weights are cast to ``dtype``; "auto" keeps the dtype of the file. No code of the folder runs: the low-rank
-    layers are this package's, or those of the user's package that the folder names. Raises UserError, which lists the
+    layers are this package's, or those of an installed package that the folder names. Raises UserError, which lists the
     tensors that do not fit, if ``folder`` is not a sound export; ``transformers`` itself would only warn of missing
     weights and initialise them at random.
     """
@@ -294,17 +312,36 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
 def _register_own_layer(folder: Path) -> None:
     """Register the exported layer of a user's own backbone, from the user's package, with our modeling file."""
-    from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
+    from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS, LowRankLinear
 
     settings = {}
     with suppress(OSError, ValueError):  # the loader reports a damaged file
         settings = read_json(folder / "config.json", {"backbone": str, LAYER: str})
-    if layer := settings.get(LAYER):
-        try:
-            LAYERS[settings["backbone"]] = pkgutil.resolve_name(layer)
-        except (ImportError, AttributeError) as error:
-            fix = "Install its package, or add the folder that holds it to PYTHONPATH"
-            raise UserError(f"{folder}: needs {layer}, which cannot be imported ({error}). {fix}") from error
+    if not (name := settings.get(LAYER)):
+        return
+    if came_with(folder, re.split("[.:]", name)[0]):
+        rule = "is in a folder around it, from which it may have been downloaded"
+        raise UserError(f"{folder}: names the layer {name}, which {rule}. If you trust its code, install its package")
+    try:
+        layer = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "Install its package, or add the folder that holds it to PYTHONPATH"
+        raise UserError(f"{folder}: needs {name}, which cannot be imported ({error}). {fix}") from error
+    if not (isinstance(layer, type) and issubclass(layer, LowRankLinear)):
+        rule = "which is not a subclass of LowRankLinear"
+        raise UserError(f"{folder}: names the layer {name}, {rule}. Its config.json is not what an export wrote")
+    LAYERS[settings["backbone"]] = layer
+
+
+def came_with(folder: Path, package: str) -> bool:
+    """Whether Python would find ``package`` in ``folder`` or around it, and it is neither imported nor installed."""
+    spec = None
+    with suppress(ImportError, ValueError):
+        spec = find_spec(package)  # imports nothing, because the name has no dot
+    if spec is None or package in sys.modules or package in packages_distributions():
+        return False
+    places = [Path(place).parent for place in spec.submodule_search_locations or [spec.origin or "/built-in"]]
+    return any(folder.resolve().is_relative_to(place.resolve()) for place in places if place != Path("/"))
 
 
 @torch.no_grad()

@@ -9,17 +9,21 @@ clipping (1.0).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlr_pretrain.deploy.export import open_folder
-from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.config.written import describe_differences
+from dlr_pretrain.deploy.export import draft_folder, open_folder, written_whole
+from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
+from dlr_pretrain.util.files import read_json, refuse_foreign, sha256_of, write_text
 
 DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
 RECORD = "sft.json"
@@ -65,30 +69,63 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
     """Fine-tune ``folder`` on ``rows`` and write ``output``, an exported folder with fp32 weights and ``sft.json``.
 
     ``seed`` sets the order of the rows, ``batch`` is the number of rows per update over all ranks, and ``settings``
-    of ``SFTConfig`` override the paper's. The forward pass is bf16 unless ``fp32``. Under torchrun every rank calls
-    this. Raises UserError if a loss is not finite.
+    of ``SFTConfig`` override the paper's. The forward pass is bf16 unless ``fp32``. An ``output`` that the same call
+    has written stays as it is. Under torchrun every rank calls this. Raises UserError if a loss is not finite, or if
+    ``output`` holds anything else.
     """
     from trl import SFTConfig, SFTTrainer
 
-    model, tokenizer = open_folder(folder, torch.float32)
     setting: dict[str, Any] = PROTOCOL | settings | {"seed": seed, "bf16": not fp32, "gradient_checkpointing": False}
-    arguments = SFTConfig(str(output), use_cpu=not torch.cuda.is_available(), **SILENT, **setting)
-    arguments.warmup_steps = round(0.03 * arguments.num_train_epochs * math.ceil(len(rows) / batch))
-    at_once = arguments.world_size * arguments.per_device_train_batch_size
-    arguments.gradient_accumulation_steps, rest = divmod(batch, at_once)
-    if rest:
-        raise UserError(f"--batch={batch}: must be a multiple of {at_once}, the number of ranks x --micro-batch")
-    trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
-    trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    if not all(map(math.isfinite, losses)):
-        raise UserError(f"{output}: a loss is not finite. Nothing was written. Lower --lr {setting['learning_rate']:g}")
-    if trainer.is_world_process_zero():
-        left_out = shutil.ignore_patterns("*.safetensors*", "fold.json")
-        shutil.copytree(folder, output, ignore=left_out, dirs_exist_ok=True)
-        model.save_pretrained(output)
-        setting |= {"source": str(folder), "rows": len(rows), "batch": batch}
-        with (output / "README.md").open("a", encoding="utf-8") as card:
-            card.write(f"\n## Fine-tuned\n\nAll parameters, on responses to instructions: {setting}.\n")
-        write_durably(output / RECORD, json.dumps({"setting": setting, "training_loss": losses}, indent=1) + "\n")
+    made_from = {"source": str(folder), "rows": len(rows), "batch": batch, **digests(folder, rows)}
+    if is_finished(output, setting | made_from):
+        return
+    model, tokenizer = open_folder(folder, torch.float32)
+    main = os.environ.get("RANK", "0") == "0"
+    with written_whole(output) if main else nullcontext(draft_folder(output)) as draft:
+        arguments = SFTConfig(str(draft), use_cpu=not torch.cuda.is_available(), **SILENT, **setting)
+        arguments.warmup_steps = round(0.03 * arguments.num_train_epochs * math.ceil(len(rows) / batch))
+        at_once = arguments.world_size * arguments.per_device_train_batch_size
+        arguments.gradient_accumulation_steps, rest = divmod(batch, at_once)
+        if rest:
+            raise UserError(f"--batch={batch}: must be a multiple of {at_once}, the number of ranks x --micro-batch")
+        trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        if not all(map(math.isfinite, losses)):
+            rule = "a loss is not finite. Nothing was written"
+            raise UserError(f"{output}: {rule}. Lower --lr {setting['learning_rate']:g}")
+        if main:
+            left_out = shutil.ignore_patterns("*.safetensors*", "fold.json")
+            shutil.copytree(folder, draft, ignore=left_out, dirs_exist_ok=True)
+            model.save_pretrained(draft)
+            setting |= made_from
+            with (draft / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\n## Fine-tuned\n\nAll parameters, on responses to instructions: {setting}.\n")
+            write_text(draft / RECORD, json.dumps({"setting": setting, "training_loss": losses}, indent=1) + "\n")
     trainer.accelerator.wait_for_everyone()
+
+
+def digests(folder: Path, rows) -> dict[str, str]:
+    """What identifies the weights of ``folder`` and the texts of ``rows``, wherever they lie."""
+    files = "".join(sha256_of(path) for path in sorted(folder.glob("*.safetensors")))
+    texts = json.dumps([*rows], sort_keys=True)
+    return {name: hashlib.sha256(of.encode()).hexdigest()[:16] for name, of in (("weights", files), ("texts", texts))}
+
+
+def is_finished(output: Path, setting: dict[str, Any]) -> bool:
+    """Whether ``output`` holds a model that was fine-tuned with ``setting``. Raises UserError if it holds another."""
+    path = output / RECORD
+    if not path.is_file():
+        refuse_foreign(output, "--output", "fine-tuned model", ours=False)
+        return False
+    try:
+        before = read_json(path, {"setting": dict})["setting"]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}). Name another --output") from error
+    ignored = {"source"} if "weights" in before else set()  # it may have moved
+    both = {name: (before[name], value) for name, value in setting.items() if name in before and name not in ignored}
+    if changed := {name: values for name, values in both.items() if values[0] != values[1]}:
+        rule = f"holds a model that was fine-tuned with other settings ({describe_differences(changed)})"
+        raise UserError(f"{output}: {rule}. Name another --output")
+    write_to_stderr(f"note: {output} exists already, and stays as it is")
+    return True

@@ -1,6 +1,7 @@
 """The state of a run, from its ``manifest.json``, its heartbeat, and its job in SLURM's queue.
 
-    python -m dlr_pretrain.launch.state scale=1b dlr=on     prints the last saved step, or 0, for slurm/train.sbatch
+    python -m dlr_pretrain.launch.state scale=1b dlr=on     prints the last saved step, or 0, and the run directory, for
+                                                            slurm/train.sbatch
 
 ``<run>/job.json`` holds the job that was queued last for a run as {"time", "job", "log"}; ``job`` is the id of the
 array task, such as ``12_3``.
@@ -21,14 +22,13 @@ from pathlib import Path
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.tree import PACKAGE
-from dlr_pretrain.config.written import describe_differences, differences, read_record
+from dlr_pretrain.config.written import JOB, JOB_SHAPE, describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import EXPIRY, NUMBER, last_record, read_beat, read_json
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # a run in one of these states is queued or trained
-JOB = "job.json"
 
 
 def shipped(name: str) -> Path:
@@ -86,7 +86,7 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
 def last_job(run_dir: Path) -> dict:
     """The job that was queued last for a run, as in ``job.json``; empty if none is noted."""
     with suppress(FileNotFoundError, ValueError):
-        return read_json(run_dir / JOB, {"time": NUMBER, "job": str, "log": str})
+        return read_json(run_dir / JOB, JOB_SHAPE)
     return {}
 
 
@@ -117,5 +117,10 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
+def print_saved(words: list[str]) -> None:
+    folder = Path(str(load(words, ranks=None, machine=False).run.dir))
+    print(last_saved(folder), folder)
+
+
 if __name__ == "__main__":
-    sys.exit(command(lambda: print(last_saved(Path(load(sys.argv[1:], ranks=None, machine=False).run.dir)))))
+    sys.exit(command(lambda: print_saved(sys.argv[1:])))

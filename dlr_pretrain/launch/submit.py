@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dlr_pretrain.config.written import JOB, require_run_folder
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, JOB, STATES, Status, ask, last_job, queue, shipped, status_of
+from dlr_pretrain.launch.state import DUE, STATES, Status, ask, last_job, queue, shipped, status_of
 from dlr_pretrain.util.errors import Parser, UserError, at_least_1, write_to_stderr
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.files import claim, write_durably
 from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import plural
 
@@ -67,6 +68,8 @@ def start(
         print(f"{run.number:>3}  {run.dir}: {at}" + (f"  ({shlex.join(own)})" if own else ""))
     print(f"{plural(len(runs), 'run')}: {counted(stands)}", flush=True)
     due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
+    for run in due if not given.status else ():
+        require_run_folder(run.dir, run.cfg.data.cache)
     if due and given.local and not given.status:
         train(due, given.limit or 1, after_each)
     elif due and not given.local:
@@ -97,7 +100,7 @@ def submit(runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argpars
     command = ["sbatch", "--parsable", *given.for_sbatch, *own, *files]
     if given.status:
         return f"Would submit {len(due)} of {len(runs)}: {redact(shlex.join(command))}"
-    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, "submit.py")
     (folder / "runs.txt").write_text(text, encoding="utf-8")
     for run in due:  # fail before queueing: a job without a note would be queued again
         run.dir.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,7 @@ class Corpus:
             "data.shards": self.source.fingerprint,
             "tokenizer.pieces": self.tokenizer.fingerprint,
             "data.order": self.source.order,
+            **self.source.versions,  # by address, so they do not count for a copy elsewhere
         }
 
 

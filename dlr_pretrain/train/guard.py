@@ -34,6 +34,7 @@ from dlr_pretrain.util import process, sharded
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError, exit_process, first_line, write_to_stderr
 
 BEFORE_TRAINING = "before the first step of this start"
+MOST_KEPT = 20  # batches of updates that are not finite, of each rank
 AFTER_TRAINING = "after the last step, before the folded checkpoint"
 
 
@@ -68,8 +69,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
             return
         if self.trained or not self.ranks.heartbeat.step:
             stopped = _stopped(AFTER_TRAINING if self.trained else BEFORE_TRAINING)
-            if self.ranks.heartbeat.holds:
-                record_stop(self.ranks.heartbeat.folder, stopped)
+            record_stop(self.ranks.heartbeat, stopped)
             exit_process(stopped, say=self.ranks.is_main)
         if self.ranks.is_main:
             write_to_stderr("\nasked to stop: saving after this step; a second Ctrl-C exits at once")
@@ -137,19 +137,22 @@ class Guard:
         skip = self.cfg.train.on_nonfinite == "skip"
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.norm)
         if not finite and not (outcome.ends and skip):  # else it was skipped because a rank has failed
-            self._keep_batch(step, outcome, batch)
+            kept = self._keep_batch(step, outcome, batch)
             if skip:
                 state.skipped = state.skipped.and_step(step)
-                self.console.say(f"warning: step {step}: {_describe(outcome)}: skipped, see {self.folder}")
+                where = f"see {self.folder}" if kept else f"its batch is not kept, as {self.folder} has {MOST_KEPT}"
+                self.console.say(f"warning: step {step}: {_describe(outcome)}: skipped, {where}")
                 self._fail_if_too_many(state.skipped)
         if outcome.ends:
             self.ended_by = (step, outcome)
         return self.ended_by is None
 
-    def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> None:
-        """Write this rank's rows of a batch to a file, for inspection."""
+    def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> bool:
+        """Write this rank's rows of a batch to a file, for inspection. Returns False if there are enough files."""
         if self.tokenizer is None or not batch.state:
-            return
+            return True
+        if len([*self.folder.glob(f"*_rank_{self.ranks.rank}.json")]) >= MOST_KEPT:
+            return False
         rows = [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
         content = {
             "step": step,
@@ -164,6 +167,7 @@ class Guard:
             path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
         except OSError as error:
             self.console.say(f"warning: step {step}: its batch could not be written: {error}")
+        return True
 
     @property
     def folder(self) -> Path:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -28,15 +28,17 @@ from dlr_pretrain.util.files import EXPIRY, lock, read_beat
 
 INTERVAL = 5.0  # longest time between two heartbeats, in seconds
 BEAT_BYTES = 512  # length of a beat: one write replaces the previous beat, so that no reader sees half of one
+DISK_SECONDS = 60.0  # for the names of the ranks that hang, which are on the disk
 MOST_NAMED = 4  # ranks that a message names, at most
+AGAIN = "The same command continues from the last checkpoint"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Heartbeat(AbstractContextManager["Heartbeat"]):
-    """A thread of each rank that renews its beat, and ends a run that makes no progress for ``run.timeout_minutes``.
+    """Two threads of each rank: one renews its beat, one ends a run without progress for ``run.timeout_minutes``.
 
     That limit applies after the first step. It counts only time in which the thread itself ran: a job that was
-    suspended as a whole is not hanging.
+    suspended as a whole is not hanging. The threads are two because a disk may hang.
 
     Rank 0 holds the run directory from ``take`` to the end of this context. On one machine flock decides, and the
     kernel releases it when a process ends. Other machines may not see flock on a network file system: a start there may
@@ -56,9 +58,13 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self._file = -1  # of this rank's beat; -1 before it is opened
         self._machine = machine()
         self._limits: list[float] = []  # seconds of each open ``may_wait``
+        self._ends = False  # whether a thread is about to end this process because of a hang
         self._left = False  # tells the other ranks that this rank ended itself and was not lost
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self.record_end: Callable[[UserError], None] = lambda error: None  # writes into the run how it has ended
+        self._threads = [
+            threading.Thread(target=act, name="heartbeat", daemon=True) for act in (self._beat, self._watch)
+        ]
 
     def take(self, run_dir: Path) -> str:
         """On rank 0, take the run directory. Returns the token of this start.
@@ -73,12 +79,13 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         return self.token
 
     def start(self, run_dir: Path, token: str) -> None:
-        """On every rank, start the thread, with the ``token`` that ``take`` returned on rank 0."""
+        """On every rank, start the threads, with the ``token`` that ``take`` returned on rank 0."""
         if not self.holds:
             self._open(run_dir)
         self.token = token
         self._write(time.time())  # so that messages can name a rank that dies early
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def _open(self, run_dir: Path) -> None:
         self.folder = run_dir
@@ -86,10 +93,11 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self._file = os.open(run_dir / ".beats" / str(self.rank), os.O_RDWR | os.O_CREAT, 0o644)
 
     def __exit__(self, *_: object) -> None:
-        """End the thread, and release the run directory for the next start."""
+        """End the threads, and release the run directory for the next start."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
         if self.token:
             with suppress(OSError, UserError):
                 self.require_held()
@@ -166,19 +174,38 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             self._limits.remove(seconds)
             self.ticks += 1
 
+    def _beat(self) -> None:
+        """In a thread, renew the beat."""
+        while not self._stopped.wait(self.interval):
+            self._renew()
+
     def _watch(self) -> None:
-        """In the thread, renew the beat, and end the process if it hangs."""
+        """In a thread, end the process if it hangs."""
         ticks, still, last = -1, 0.0, time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
             passed, last = min(now - last, 2 * self.interval), now
             still = still + passed if self.ticks == ticks else 0.0
             ticks = self.ticks
-            self._renew()
             if still >= max(self._limits, default=self.limit if self.step else math.inf):
-                self._write_stacks(f"no progress for {still:.0f} s after step {self.step}")
-                lost, prints = self._name_suspects(f"no step for {still:.0f} s")
-                exit_process(lost, say=prints)  # every rank that waits for the lost one ends like this
+                self._end(still)  # every rank that waits for the lost one ends like this
+
+    def _end(self, still: float) -> None:
+        """End the process after ``still`` seconds without progress, and record this if the disk answers."""
+        self._ends = True
+        lost = RankLost(f"no step for {still:.0f} s, and the disk of {self.folder} does not answer. {AGAIN}")
+        ending = [(lost, self.rank == 0)]
+
+        def explain() -> None:
+            self._write_stacks(f"no progress for {still:.0f} s after step {self.step}")
+            ending.append(self._name_suspects(f"no step for {still:.0f} s"))
+            self.record_end(ending[-1][0])
+
+        explaining = threading.Thread(target=explain, daemon=True)
+        explaining.start()
+        explaining.join(DISK_SECONDS + 3 * self.interval)
+        lost, prints = ending[-1]
+        exit_process(lost, say=prints)
 
     def _renew(self) -> None:
         """Write this rank's beat. Ends this process if another start has taken over the run."""
@@ -203,6 +230,8 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
     def explain_collective(self, error: BaseException) -> tuple[RankLost, bool]:
         """The error to raise for a failed collective, and whether this rank prints it. Writes this rank's stacks."""
+        while self._ends:  # a rank that hangs as well has left first; ``_end`` names the reason and exits
+            time.sleep(self.interval)
         reason = first_line(error).partition(". This is typically")[0]
         if not self.token:
             return RankLost(f"a rank was lost ({reason})"), True
@@ -233,8 +262,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self._left = True
         self._renew()
         stacks = f"The ranks' stacks are in {self.folder / 'stacks'}"
-        again = "The same command continues from the last checkpoint"
-        lost = RankLost(f"{describe_suspects(beats, silent)} ({reason}). {stacks}. {again}")
+        lost = RankLost(f"{describe_suspects(beats, silent)} ({reason}). {stacks}. {AGAIN}")
         return lost, self.rank == min(beats.keys() - silent, default=self.rank)
 
     def _beats(self) -> dict[int, dict]:

@@ -86,6 +86,7 @@ class Meter:
         self.steps = 0
         self.times: deque[float] = deque(maxlen=SPEED_WINDOW)  # seconds of the last steps
         self.clock = time.perf_counter()
+        self.epoch = time.time() - self.clock  # once: a clock that is set later must not change how long training took
 
     def record(self, step: int, outcome: Outcome[float], state: TrainState) -> dict:
         """The record of update ``step``, which has just ended; ``state`` already counts it."""
@@ -107,7 +108,7 @@ class Meter:
             "perf/tokens_per_second": speed,
             "perf/mfu": speed / self.peak if speed and self.peak else None,
             "perf/max_memory_gb": peak_memory(self.ranks.device) / 1e9,
-            "time": time.time(),
+            "time": self.epoch + now,
         }
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,6 +21,7 @@ from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import RankLost, Stopped, UserError, file_error, first_line, write_to_stderr
 
 T = TypeVar("T")
+NETWORK = "NCCL_SOCKET_IFNAME"
 CONNECT_SECONDS = 600.0  # seconds in which the devices of all ranks must reach each other
 COLLECTIVE_SECONDS = 3600.0  # shortest limit of a collective: ranks wait in it for what rank 0 does alone
 SLACK_SECONDS = 120.0  # added to the heartbeat's limit for a collective: the heartbeat should end it first
@@ -50,6 +52,7 @@ class Ranks(AbstractContextManager["Ranks"]):
                 reason = f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {first_line(error)}"
                 fix = "On several nodes, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use"
                 raise UserError(f"{reason}. {fix}") from error
+        self._network = os.environ.get(NETWORK)
         self._attention = attention_backends(cfg)
         torch.manual_seed(cfg.seed)
 
@@ -80,7 +83,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     # Agreement between ranks
 
     def on_main(self, decide: Callable[[], T]) -> T:
-        """Call ``decide`` on rank 0, and return its result on every rank.
+        """Call ``decide`` on rank 0, while it holds the run directory, and return its result on every rank.
 
         If it raises a UserError, every rank raises it. If it raises another exception, rank 0 raises that, and the
         other ranks raise a UserError that names it.
@@ -90,6 +93,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         with self.heartbeat.may_wait():
             if self.is_main:
                 try:
+                    self.heartbeat.require_held()
                     answer[0] = _readable(decide)
                 except Exception as error:
                     own = error
@@ -156,6 +160,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.step)
         if dist.is_initialized() and together:
             dist.destroy_process_group()
+        if self._network is None:  # a group of one rank sets it (see ``parallel``), also for later jobs of a sweep
+            os.environ.pop(NETWORK, None)
         if lost is not None:
             raise lost from error
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from omegaconf import OmegaConf
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
-from dlr_pretrain.train.checkpoint import directories
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
@@ -30,6 +30,7 @@ from dlr_pretrain.util.secrets import redact
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip
+GIT_SECONDS = 30.0
 _writing = threading.Lock()  # the thread that saves checkpoints also writes
 
 
@@ -39,26 +40,11 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     The identity consists of the settings that affect the mathematics of the run and the ``fingerprints`` of the data,
     their order and the tokenizer. Raises UserError with the differences if the directory holds another run.
     """
-    _refuse_other_files(run_dir, cfg.data.cache)
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "started_from": None, "micro_batch": {}})
     bind_identity(run_dir, identity(cfg) | fingerprints)
     record_state(run_dir, "running")
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
-
-
-def _refuse_other_files(run_dir: Path, cache: str | None) -> None:
-    """Raise UserError if the directory holds files but no run: a run could overwrite them.
-
-    A run without its manifest is known by its checkpoints. Logs, the job's file and the cache may precede the run.
-    """
-    if read_record(run_dir) or directories(run_dir / "checkpoints"):
-        return
-    expected = {"job.json", "profile", *([Path(cache).name] if cache and Path(cache).parent == run_dir else [])}
-    others = {path.name for path in run_dir.iterdir() if path.name[0] != "."} - expected
-    if found := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
-        rule = f"is not empty (it has {found[0]}), and holds no run"
-        raise UserError(f"run.dir={run_dir}: {rule}. Name a new folder")
 
 
 def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:
@@ -89,29 +75,32 @@ def record_state(run_dir: Path, name: str, reason: str = "") -> None:
 @contextmanager
 def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
     """Within this context, the holder of the run directory records in ``manifest.json`` how the run ends."""
+    heartbeat.record_end = partial(_record_end, run_dir, heartbeat)  # for an end by a hang
     try:
         yield
     except BaseException as error:
-        names = {Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
-        if heartbeat.holds:
-            _record_end(run_dir, names.get(type(error), "failed"), first_line(error))
+        _record_end(run_dir, heartbeat, error)
         raise
-    if heartbeat.holds:
-        _record_end(run_dir, "complete")
+    _record_end(run_dir, heartbeat)
 
 
-def record_stop(run_dir: Path, stopped: Stopped) -> None:
+def record_stop(heartbeat: Heartbeat, stopped: Stopped) -> None:
     """Record a stop as ``recorded_end`` does, in a signal handler, unless the interrupted code writes the record."""
     if _writing.acquire(blocking=False):
         _writing.release()
-        _record_end(run_dir, "stopped", first_line(stopped))
+        heartbeat.record_end(stopped)
 
 
-def _record_end(run_dir: Path, name: str, reason: str = "") -> None:
-    """``record_state`` for a run that has reached ``open_record``. A failed write does not hide the run's own error."""
+def _record_end(run_dir: Path, heartbeat: Heartbeat, error: BaseException | None = None) -> None:
+    """Record the end of a run that has reached ``open_record``, unless another start has taken it over since.
+
+    A failed write does not hide the run's own error.
+    """
+    names = {Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped", type(None): "complete"}
     with suppress(OSError, UserError):
-        if read_record(run_dir).get("state", {}).get("name") == "running":
-            record_state(run_dir, name, reason)
+        heartbeat.require_held()
+        if heartbeat.holds and read_record(run_dir).get("state", {}).get("name") == "running":
+            record_state(run_dir, names.get(type(error), "failed"), first_line(error) if error else "")
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str, files: dict[str, str]) -> None:
@@ -140,18 +129,22 @@ def update_record(run_dir: Path, entries: dict) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of ``PACKAGES``."""
-    found = {}
+    """Installed versions of ``PACKAGES``. That of torch names its build, such as +cu130, which its metadata may not."""
+    installed = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed | {"torch": torch.__version__}
 
 
 def git_state() -> str | None:
-    """The commit of this code, with "+" if it has local changes; None outside a checkout or without git."""
+    """The commit of this code, with "+" if it has local changes; None outside a checkout or if git does not answer."""
     root = Path(dlr_pretrain.__file__).parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GIT_SECONDS)
+    except subprocess.TimeoutExpired:  # such as a checkout on a slow file server
+        return None
+    return done.stdout.strip() or None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, flatten, to_dict
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.written import read_record, require_run_folder
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
@@ -53,10 +53,11 @@ def run(cfg: Config) -> bool:
         StopRequest(ranks) as stop,
     ):
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
+        stop.raise_if_asked("before the first step")  # while torch was imported; later, the handler ends the process
+        ranks.on_main(lambda: require_run_folder(run_dir, cfg.data.cache))
         console = Console(cfg, enabled=ranks.is_main)
         corpus = open_corpus(cfg, run_dir, ranks, console.say)
         ranks.require_equal(corpus.fingerprints)
-        stop.raise_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
         return Run(cfg, run_dir, ranks, stop, console, corpus).complete()
 
@@ -71,7 +72,7 @@ class Run:
     stop: StopRequest
     console: Console
     corpus: Corpus
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
     metrics: MetricsFile | None = None  # on rank 0 only
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # metrics, W&B: take records; on rank 0 only
 
@@ -164,7 +165,7 @@ class Run:
         optimizer.release()
         tensors = folded(self.cfg, model, optimizer, keep=self.ranks.is_main)
         checked = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.corpus))
-        self.console.summary({"folded": checked, "finished": f"in {duration(time.time() - self.started)}"})
+        self.console.summary({"folded": checked, "finished": f"in {duration(time.monotonic() - self.started)}"})
         self.say_result()
 
     def say_result(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +24,12 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.util.errors import UserError, file_error, write_to_stderr
+from dlr_pretrain.util.errors import UserError, file_error, noting_silence, write_to_stderr
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
 FOLDER_WAIT = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent
+NOTE_SECONDS = 60.0  # between notes on a save that training waits for
 MAX_ATTEMPTS, RETRY_SECONDS = 11, 30.0  # attempts at a save, and seconds between them
 
 
@@ -98,7 +99,9 @@ class Saver(AbstractContextManager["Saver"]):
         If a rank was lost, raises the error of the collective.
         """
         if self._thread is not None:
-            with self.ranks.heartbeat.may_wait():
+            beat, about = self.ranks.heartbeat, f"the save to {self.root} has not ended"
+            notes = noting_silence(about, NOTE_SECONDS, NOTE_SECONDS) if self.ranks.is_main else nullcontext()
+            with beat.may_wait(beat.limit), notes:  # no longer: a file server that hangs does not return
                 self._thread.join()
             self._thread = None
         self.raise_error()
@@ -188,6 +191,7 @@ class Saver(AbstractContextManager["Saver"]):
         If it raises on any rank, all ranks raise UserError: ``_Unwritten`` if only disk writes failed.
         """
         result = failure = None
+        self.ranks.heartbeat.tick()  # each stage of a save, and each attempt, is a sign of progress
         try:
             self.ranks.heartbeat.require_held()  # a new save deletes the unfinished ones of others
             result = act()

@@ -6,6 +6,8 @@ import errno
 import os
 import signal
 import sys
+import threading
+import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -85,6 +87,24 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+@contextmanager
+def noting_silence(what: str, first: float, every: float) -> Iterator[None]:
+    """Within this context, write to stderr how long ``what`` has lasted: after ``first`` seconds, then ``every``."""
+    ended, since = threading.Event(), time.monotonic()
+
+    def write_notes() -> None:
+        wait = first
+        while not ended.wait(wait):
+            write_to_stderr(f"note: {what} for {time.monotonic() - since:.0f} s")
+            wait = every
+
+    threading.Thread(target=write_notes, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def record_for_torchrun(error: BaseException) -> None:

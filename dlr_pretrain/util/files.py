@@ -8,15 +8,17 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, TextIO
 
 from dlr_pretrain.util.errors import UserError, naming
 
+MARK = ".dlr_pretrain"  # in a folder of results: the command that wrote them
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
 Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]  # see ``misfit``
 NUMBER = int | float
@@ -25,12 +27,22 @@ BEAT: Shape = {"host": str, "pid": int, "machine": str, "token": str, "time": NU
 
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replace ``path`` with ``content``. A crash leaves either the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with naming(path):
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(temporary)
-    os.replace(temporary, path)
+    draft = draft_of(path)
+    try:
+        with naming(path):
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(draft)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
     sync(path.parent)
+
+
+def draft_of(path: Path) -> Path:
+    """A hidden name beside ``path``, of this process and thread: several may write the same file at once."""
+    return path.with_name(f".{path.name}.tmp{os.getpid()}_{threading.get_ident()}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -68,27 +80,61 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return held
 
 
+def refuse_foreign(folder: Path, key: str, kind: str, ours: bool, expected: Collection[str] = ()) -> None:
+    """Before anything is written into ``folder``: raise UserError unless it is ``ours`` or holds no files.
+
+    Hidden files, logs and the names ``expected`` do not count. The message names the ``key`` that chose the folder, and
+    the ``kind`` of content that would be ours.
+    """
+    if ours or not folder.exists():
+        return
+    others = {path.name for path in folder.iterdir() if path.name[0] != "."} - {*expected}
+    if names := sorted(name for name in others if not name.endswith((".log", ".out", ".err"))):
+        raise UserError(f"{key}={folder}: is not empty (it has {names[0]}), and holds no {kind}. Name a new folder")
+
+
+def claim(folder: Path, command: str) -> None:
+    """Make ``folder`` that of the results of ``command``, which may then overwrite them; see ``refuse_foreign``."""
+    path = folder / MARK
+    ours = path.is_file() and path.read_text(encoding="utf-8", errors="replace") == command
+    refuse_foreign(folder, "--output", f"results of {command}", ours)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not ours:
+        write_durably(path, command)
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[Path]:
     """Hold ``folder`` for this process within the context. The kernel releases the lock if the process is killed.
 
-    Raises UserError, which names the holder, if another process holds it. If the file system has no locks, every
-    process may enter.
+    Yields the path of the lock, a hidden file in the folder. Raises UserError, which names the holder, if another
+    process holds it. If the file system has no locks, every process may enter.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with path.open("a+", encoding="utf-8") as file:
-        if lock(file.fileno()) is False:
-            file.seek(0)
-            fix = "Wait for it, stop it, or name another folder"
-            raise UserError(f"{folder} is being written by {file.read() or 'another process'}. {fix}")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", encoding="utf-8") as file:
+
+            def is_current(file: TextIO = file) -> bool:
+                with suppress(FileNotFoundError):
+                    return os.path.samestat(os.fstat(file.fileno()), path.stat())
+                return False
+
+            if lock(file.fileno()) is False:
+                file.seek(0)
+                fix = "Wait for it, stop it, or name another folder"
+                raise UserError(f"{folder} is being written by {file.read() or 'another process'}. {fix}")
+            if not is_current():  # the former holder has deleted it since it was opened
+                continue
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            try:
+                yield path
+            finally:
+                if is_current():
+                    path.unlink()
+            return
 
 
 def lock(descriptor: int) -> bool | None:
@@ -111,6 +157,14 @@ def read_json(path: Path, shape: Shape) -> dict:
     if wrong := misfit(found, shape):
         raise ValueError(wrong)
     return found
+
+
+def fits(path: Path, shape: Shape) -> bool:
+    """Whether a file exists and holds a JSON object of this ``shape``."""
+    with suppress(OSError, ValueError):
+        read_json(path, shape)
+        return True
+    return False
 
 
 def misfit(found: Any, shape: Shape, name: str = "it") -> str:

@@ -42,9 +42,13 @@ def without_warnings() -> Iterator[None]:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask a run to stop: SIGHUP (a closed terminal) too, unless it is ignored, as under nohup."""
-    always = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
+    """The signals that ask a run to stop.
+
+    SIGHUP (a closed terminal) and SIGINT do not if the parent ignores them, as nohup does, or a script for a process in
+    the background.
+    """
+    unless_ignored = (number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN)
+    return (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *unless_ignored)
 
 
 def prepare() -> None:

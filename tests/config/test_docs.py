@@ -17,49 +17,77 @@ from contextlib import redirect_stdout
 from functools import cache
 from html.parser import HTMLParser
 from importlib.metadata import distributions
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
+from urllib.parse import unquote
 
 import pytest
+from markdown_it import MarkdownIt
 
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 NOTEBOOK = ROOT / "docs" / "first_model.ipynb"
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
 PROGRAM = re.compile(r"\.(py|sh|sbatch)$")
 OVERRIDES = ("train", "plan", "doctor", "prepare_data", "benchmarks")  # programs whose other words are overrides
 
 
-def anchors(path: Path) -> set[str]:
-    """As GitHub makes them of headings."""
-    titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("path", [*PAGES, NOTEBOOK], ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
-        name, _, anchor = link.partition("#")
-        target = (path.parent / name).resolve() if name else path
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
-
-
 class Html(HTMLParser):
-    """A page of the site: what it links to or shows, and where links may lead in it."""
+    """A page: what it links to or shows, where links may lead in it, and its text outside of code."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.links, self.anchors = set(), set()
+        self.links, self.anchors, self.text, self.heading, self.code = set(), set(), "", None, 0
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         self.links |= {given.get("href"), given.get("src"), *re.split(r"[\s,]+", given.get("srcset") or "")}
         self.anchors.add(given.get("id"))
+        self.heading = "" if re.fullmatch("h[1-6]", tag) else self.heading
+        self.code += tag == "code"
+
+    def handle_data(self, data):
+        self.text += "" if self.code else data
+        if self.heading is not None:
+            self.heading += data
+
+    def handle_endtag(self, tag):
+        self.code -= tag == "code"
+        if re.fullmatch("h[1-6]", tag):  # an anchor as GitHub makes it of a heading
+            slug = re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
+            numbered = (f"{slug}-{n}" if n else slug for n in count())
+            self.anchors.add(next(anchor for anchor in numbered if anchor not in self.anchors))
+            self.heading = None
+
+
+@cache
+def rendered(path: Path) -> Html:
+    """A page as GitHub renders it; of a notebook, its text."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return Html(MarkdownIt("commonmark").enable("table").render(text))
+
+
+@pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES, NOTEBOOK], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    page = rendered(path)
+    assert not (dead := re.findall(r".*\]\[.*|\[[\w.-]+\]:.*", page.text)), f"links without a definition: {dead[:3]}"
+    for link in filter(None, page.links):
+        if re.match(r"\w+:", link):
+            assert re.match(r"https://[\w.-]+\.\w+(/\S*)?$|mailto:", link), link
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / unquote(name)).resolve() if name else path
+        assert target.exists() and target.is_relative_to(ROOT), link
+        assert not anchor or anchor in rendered(target).anchors, link
 
 
 @pytest.mark.full

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.train import run
+from dlr_pretrain.config.written import read_record
+from dlr_pretrain.train import checkpoint, run, saver
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked
@@ -69,3 +71,20 @@ def test_a_long_wait_for_rank_0_is_not_a_hang(words, tmp_path, monkeypatch):
     forked(words(f"run.dir={tmp_path}/run", *RUN), ranks=2)
     assert steps(tmp_path / "run") == list(range(1, 21))
     assert not (tmp_path / "run" / "stacks").exists()
+
+
+def test_a_save_that_never_returns_ends_the_run(words, tmp_path, monkeypatch):
+    """It is told while training waits, ends with the code of a hang, and the manifest says so."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "write_part", lambda *_: threading.Event().wait())
+        broken.setattr(saver, "NOTE_SECONDS", 0.1)
+        with pytest.raises(AssertionError) as ended:
+            forked(words(f"run.dir={folder}", *RUN), ranks=1)
+    said = str(ended.value)
+    assert re.search(rf"note: the save to {folder}/checkpoints has not ended for \d+ s", said), said
+    assert re.search(r"was last seen at step 10, in train/saver\.py:\d+ \(wait\) \(no step for \d+ s\)", said), said
+    state = read_record(folder)["state"]
+    assert state["name"] == "failed" and "in train/saver.py" in state["reason"]
+    forked(words(f"run.dir={folder}", *RUN), ranks=1)
+    assert steps(folder) == list(range(1, 21))

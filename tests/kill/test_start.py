@@ -50,3 +50,29 @@ def test_ranks_that_cannot_meet_say_why(words, tmp_path):
     assert done.returncode == EXIT_FAILED, done.stderr
     assert "error: rank 0 of 2 cannot reach the other ranks: " in done.stderr and "MASTER_ADDR" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_stop_before_torch_is_heeded_before_the_text_is_opened(words, tmp_path):
+    """Opening text may take minutes, and its own error would end a job that would otherwise be requeued."""
+    command = [sys.executable, "-c", EARLY, *words(f"run.dir={tmp_path}/run", f"data.root={tmp_path}")]  # has no text
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "asked to stop" in done.stderr) == (EXIT_STOPPED, True), done.stderr
+
+
+@pytest.mark.parametrize("ignored", ["SIGINT", "SIGHUP"])
+def test_what_the_parent_ignores_asks_for_no_stop(ignored):
+    """A script starts processes in the background with SIGINT ignored: a Ctrl-C there is not for them."""
+    lines = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from dlr_pretrain.util import process
+process.prepare()
+asked = {{number.name for number in process.stop_signals()}}
+os.kill(os.getpid(), signal.{ignored})
+print(sorted(asked), process.stop_requests)
+"""
+    ignore = f"import os, signal, sys; signal.signal(signal.{ignored}, signal.SIG_IGN); "
+    ignore += "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    done = subprocess.run([sys.executable, "-c", ignore, lines], capture_output=True, text=True)
+    others = sorted({"SIGINT", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGUSR2"} - {ignored})
+    assert done.stdout == f"{others} []\n", done.stderr

@@ -148,3 +148,14 @@ def test_nonfinite_weights_are_not_saved(train, tmp_path):
         train(tmp_path / "run", "train.lr=1e39", "checkpoint.every=1", "train.warmup_steps=0", "precision=fp32")
     for directory in (tmp_path / "run").glob("checkpoints/step_*"):
         assert all(torch.isfinite(t).all() for t in saved(directory).values())
+
+
+def test_the_batches_that_are_kept_are_bounded(train, tmp_path, poison, monkeypatch, capsys):
+    monkeypatch.setattr("dlr_pretrain.train.guard.MOST_KEPT", 2)
+    poison(3, 5, 7, 9)
+    train(tmp_path / "run", "train.on_nonfinite=skip", "train.steps=10", "train.max_skipped=9")
+    kept = sorted(path.name for path in (tmp_path / "run" / "nonfinite").iterdir())
+    assert kept == ["step_00000003_rank_0.json", "step_00000005_rank_0.json"]
+    said = capsys.readouterr().out
+    assert said.count(f"skipped, see {tmp_path}/run/nonfinite") == 2
+    assert said.count(f"skipped, its batch is not kept, as {tmp_path}/run/nonfinite has 2") == 2

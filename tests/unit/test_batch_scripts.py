@@ -27,7 +27,11 @@ def batch(tmp_path):
         answers, asked, log = (tmp_path / name for name in ("answers", "asked", "log"))
         answers.write_text(steps.replace(" ", "\n") + "\n")
         asked.write_text("")
-        does = {"srun": srun, "squeue": squeue, "my_python": f"head -n 1 {answers}; sed -i 1d {answers}"}
+        does = {
+            "srun": srun,
+            "squeue": squeue,
+            "my_python": f"echo $(head -n 1 {answers}) {tmp_path}/run; sed -i 1d {answers}",
+        }
         for name, what in (dict.fromkeys(("sleep", "scancel", "scontrol"), ":") | does).items():
             stub = tmp_path / name
             stub.write_text(f'#!/bin/bash\n[[ $0 == *python ]] || echo ${{0##*/}} "$@" >> {asked}\n{what}\n')
@@ -56,12 +60,56 @@ def test_a_job_returns_to_the_queue_if_its_start_got_further(batch, code, steps,
 
 @pytest.mark.parametrize(("history", "again"), [("", 1), ("0", 1), ("00", 0), ("0010", 1), ("1000", 0)])
 def test_a_job_stopped_without_a_checkpoint_comes_back_twice(batch, tmp_path, history, again):
-    lines = {"0": "exit code 4, without a checkpoint", "1": "exit code 75, after a checkpoint at step 3"}
-    cut_off = "".join(f"job 5: {lines[start]}; back to the queue\nstep 7  lo" for start in history)
-    (tmp_path / "log").write_text(cut_off.replace("lojob", "lo\njob"))
-    _, asked, said = batch("train.sbatch", "scale=tiny", steps="500 500", srun="exit 75", **JOB)
+    """Wherever its log goes: here it is deleted before each start."""
+    starts = {"0": ("500 500", "exit 4"), "1": ("500 503", "exit 75")}
+    for start in (*history, "0"):
+        (tmp_path / "log").unlink(missing_ok=True)
+        steps, srun = starts[start]
+        _, asked, said = batch("train.sbatch", "scale=tiny", steps=steps, srun=srun, **JOB)
     assert (asked[-1] == "scontrol requeue 5") == again
-    assert said.count(", without a checkpoint; back") == history.count("0") + again
+    assert ("three times in a row" in said) != again
+    (tmp_path / "log").unlink()
+    _, asked, _ = batch("train.sbatch", "scale=tiny", steps="500 500", srun="exit 75", **JOB | {"SLURM_JOB_ID": "6"})
+    assert asked[-1] == "scontrol requeue 6", "another job has its own count"
+
+
+def test_a_job_whose_restarts_cannot_be_counted_is_not_requeued(batch, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    _, asked, said = batch("train.sbatch", "scale=tiny", steps="500 500", srun="exit 75", **JOB)
+    assert not any(line.startswith("scontrol requeue") for line in asked) and "run/.requeued cannot be written" in said
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o770, 0o702])
+def test_a_cache_that_others_can_write_to_is_not_used(batch, tmp_path, mode):
+    cache = tmp_path / f"dlr_pretrain_compiled.{os.getuid()}"
+    cache.mkdir()
+    cache.chmod(mode)
+    node = {"SLURM_CPUS_ON_NODE": "1", "RANKS_PER_NODE": "1", "TMPDIR": str(tmp_path), "PYTHON": "env"}
+    _, _, said = batch("node.sh", "scale=1b", **JOB | node | {"PYTHON": str(shows(tmp_path))})
+    assert (f"cache {cache}/inductor" in said) == (mode == 0o700), said
+
+
+@pytest.mark.parametrize("age", ["before the node failed", "since"])
+def test_compiled_code_that_a_power_failure_has_emptied_is_set_aside(batch, tmp_path, age):
+    cache = tmp_path / f"dlr_pretrain_compiled.{os.getuid()}"
+    cache.mkdir(mode=0o700)
+    empty, lock = cache / "kernel.so", cache / "a.lock"
+    for path in (empty, lock):
+        path.touch()
+        os.utime(path, (1, 1) if age != "since" or path is lock else None)
+    node = {"SLURM_CPUS_ON_NODE": "1", "RANKS_PER_NODE": "1", "TMPDIR": str(tmp_path)}
+    _, _, said = batch("node.sh", "scale=1b", **JOB | node | {"PYTHON": str(shows(tmp_path))})
+    assert (f"note: {empty} is empty since this node has failed" in said) == (age != "since"), said
+    assert empty.exists() == (age == "since") and f"cache {cache}/inductor" in said
+    assert f"if compiled code is at fault, delete {cache}" in said
+
+
+def shows(folder: Path) -> Path:
+    """An interpreter that prints where compiled code is cached, and fails."""
+    path = folder / "shows"
+    path.write_text("#!/bin/bash\necho cache $TORCHINDUCTOR_CACHE_DIR\nexit 1\n")
+    path.chmod(0o755)
+    return path
 
 
 def test_a_run_that_cannot_save_in_time_is_requeued(batch):

@@ -44,6 +44,18 @@ def test_a_head_estimates_the_text_of_a_file(tmp_path, suffix):
     assert 0.95 < characters < 1.05 and 0.9 < count < 1.1
 
 
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".2.jsonl.gz"])
+def test_an_estimate_does_not_depend_on_the_version_of_python(tmp_path, monkeypatch, suffix):
+    texts = documents(3000, 200)
+    file = written(tmp_path / f"a{suffix}", PACKED[suffix](lines_of(texts)))
+    estimates = []
+    for size in (1 << 13, 1 << 17):  # what gzip reads at once in Python 3.11, and from 3.12 on
+        monkeypatch.setattr("io.DEFAULT_BUFFER_SIZE", size)
+        monkeypatch.setattr("gzip.READ_BUFFER_SIZE", size, raising=False)
+        estimates.append(estimate_size(file, Data("local")))
+    assert estimates[0] == estimates[1]
+
+
 @pytest.mark.parametrize("suffix", PACKED)
 def test_a_small_file_is_counted(tmp_path, suffix):
     texts = ["", *documents(30, 20)]

@@ -8,16 +8,16 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import fsspec
 import pytest
-from data_corpus import LetterTokenizer, global_batches, make_config, same, write_shards, write_table
+from data_corpus import LetterTokenizer, global_batches, lines_of, make_config, same, write_shards, write_table
 from huggingface_hub import constants
 from loopback_hub import KEYS, TEXTS, TROUBLE, Hub, open_hub, serving, serving_here
 
 from dlr_pretrain.data import files, load_tokenizer, open_source, open_tokenizer
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
 WHOLE = [TEXTS[:150], TEXTS[150:300], TEXTS[300:], ["validation", "text"]]
@@ -118,6 +118,95 @@ def test_a_plain_web_server_is_read(shards, tmp_path):
         source = open_source(make_config("local", data__train_files=address))
         assert sorted(t for shards in read(source) for t in shards if t is not None) == sorted(WHOLE[0])
         server.shutdown()
+
+
+class Web(http.server.SimpleHTTPRequestHandler):
+    """A web folder. Its answers name the version of a file by its time, to the second."""
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def web(folder):
+    handler = functools.partial(Web, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def put(path, texts: list[str], time: int) -> None:
+    """Write a shard of ``texts`` whose time of change is ``time``."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(lines_of(texts))
+    os.utime(path, (time, time))
+
+
+def texts_of(source) -> list[str]:
+    return sorted(text for shard in read(source) for text in shard if text is not None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("names", [{}, {"data__train_files": "*.jsonl"}])
+def test_a_changed_file_of_a_web_folder_is_read_anew(tmp_path, names, capfd):
+    path, before, after = tmp_path / "web" / "a.jsonl", ["one", "two", "three"], ["one", "2 2", "three"]
+    put(path, before, 1_000_000_000)
+    with web(path.parent) as address:
+        cfg = make_config("local", data__root=address, data__cache=tmp_path / "cache", **names)
+        first = open_source(cfg)
+        assert first.files["a.jsonl"].size == path.stat().st_size and texts_of(first) == sorted(before)
+        assert open_source(cfg).state() == first.state() and open_source(cfg).versions == first.versions
+        put(path, after, 1_000_000_100)  # of the same size
+        second = open_source(cfg)
+        assert texts_of(second) == sorted(after)
+        said = capfd.readouterr().err
+        assert f"{address}/a.jsonl: has changed on its server" in said and f"{tmp_path}/cache" in said
+        assert texts_of(first) == sorted(before), "a run that has a copy keeps it"
+    assert second.state() != first.state()
+    assert first.versions.keys() == second.versions.keys() and first.versions != second.versions
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_that_changes_under_a_run_ends_it_with_both_versions(tmp_path):
+    path = tmp_path / "web" / "a.jsonl"
+    put(path, ["one"] * 100, 1_000_000_000)
+    with web(path.parent) as address:
+        source = open_source(make_config("local", data__root=address, data__held_out=0.01))
+        put(path, ["two"] * 100, 1_000_000_100)
+        with pytest.raises(UserError, match=r"a\.jsonl: has changed .*01:46:40.* for this run, .*01:48:20.* now"):
+            read(source)
+
+
+def test_a_server_without_versions_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(files, "_info", lambda file: {"size": None, "type": "file"})
+    files.with_versions([files.File("a.jsonl", "http://host/a.jsonl", None)])
+    assert "http://host/a.jsonl: its server reports neither size nor version" in caplog.text
+
+
+def test_an_index_of_a_remote_file_belongs_to_its_version():
+    one, two = (files.File("a.gz", "http://host/a.gz", 5, changed) for changed in ("ETag 1", "ETag 2"))
+    assert files.index_path(one, "cache") != files.index_path(two, "cache")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_does_not_resume_on_another_version(tmp_path, train, corpus):
+    path = tmp_path / "web" / "a.jsonl"
+    put(path, [f"{i} house" for i in range(300)], 1_000_000_000)
+    with web(path.parent) as address:
+        of = [
+            "data=local",
+            f"data.root={address}",
+            f"data.cache={tmp_path}/cache",
+            "train.stop_after=2",
+            "train.steps=4",
+        ]
+        for _ in range(2):  # the second start resumes
+            with pytest.raises(Stopped):
+                train(tmp_path / "run", *of)
+        os.utime(path, (1_000_000_100, 1_000_000_100))
+        with pytest.raises(UserError, match=rf"holds another run:\n  data.versions at {address}: .* there, .* here"):
+            train(tmp_path / "run", *of)
 
 
 def test_an_object_store_gives_the_texts_of_a_copy_on_disk(shards, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import gzip
 import io
 import itertools
+import json
 import random
 import shutil
 import zlib
@@ -25,7 +26,8 @@ from data_corpus import (
 
 from dlr_pretrain.data import gunzip, open_source, rows, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.files import claim
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 TOKENIZER = LetterTokenizer()
@@ -328,3 +330,23 @@ def test_wrong_globs_are_refused(root):
     for glob in ("c4-*", "c4-train*"):
         with pytest.raises(UserError, match=r"both match .*c4-validation.00000-of-00001.*Narrow data.train_files"):
             opened(glob)
+
+
+def test_what_the_program_writes_below_the_root_is_not_read(tmp_path, train, corpus, capsys):
+    """A run, its cache, a report: the same command continues the run on the same text, and says what it leaves out."""
+    root = tmp_path / "text"
+    root.mkdir()
+    (root / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} house"}) + "\n" for i in range(300)))
+    claim(root / "report", "report.py")
+    (root / "report" / "notes.txt").write_text("numbers")
+    words = ["data=local", f"data.root={root}", f"data.cache={root}/cache", "train.steps=4"]
+    with pytest.raises(Stopped):
+        train(root / "runs" / "one", *words, "train.stop_after=2")
+    assert (root / "runs/one/checkpoints/step_00000002/checkpoint.json").exists() and (root / "cache").exists()
+    capsys.readouterr()
+    train(root / "runs" / "one", *words)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "resuming after step 2" in said and "(written by this program)" in said
+    cfg = make_config("local", data__root=root, data__train_files="**/*.json*", data__cache=root / "cache")
+    source = open_source(cfg)
+    assert source.train_shards == ("a.jsonl",)

@@ -293,7 +293,7 @@ def test_a_folder_with_other_files_is_not_touched(root, model, made, tmp_path):
         make(root, model, made)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "spiece.model").write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"is not empty \(it holds spiece.model\)"):
+    with pytest.raises(UserError, match=r"is not empty \(it has spiece.model\), and holds no tokens"):
         make(root, model, tmp_path / "mine")
     assert content(made) == before and content(tmp_path / "mine") == {"spiece.model": b"precious"}
 

@@ -188,3 +188,38 @@ def test_a_folder_that_is_not_a_sound_export_is_refused(tmp_path, spiece):
             open_folder(folder)
     with pytest.raises(UserError, match=r'needs absent-one, which is not installed. .* pip install -e "\.\[eval\]"'):
         need("absent-one", "eval")
+
+
+@pytest.mark.parametrize("where", ["around it", "in it", "elsewhere, but no layer", "elsewhere"])
+def test_code_that_may_have_come_with_a_folder_does_not_run(tmp_path, spiece, monkeypatch, where):
+    """A downloaded config.json may name any module that Python finds, such as one beside the folder."""
+    folder, ran = tmp_path / "download" / "folded", tmp_path / "ran"
+    export(folder, COLA, weights(trained(COLA, ROWS)), spiece, RECORD)
+    place = {"around it": folder.parent, "in it": folder}.get(where, tmp_path / "elsewhere")
+    place.mkdir(exist_ok=True)
+    base = "object" if where == "elsewhere, but no layer" else "LowRankLinear"
+    module = f"planted_{len(where)}"
+    (place / f"{module}.py").write_text(
+        "from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLinear\n"
+        f"open({str(ran)!r}, 'w')\nclass Layer({base}): pass\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr("dlr_pretrain.deploy.modeling_lowrank_llama.LAYERS", dict(LAYERS))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"exported_layer": f"{module}.Layer"}))
+    said = {"elsewhere": "", "elsewhere, but no layer": "names the layer .* not a subclass of LowRankLinear"}
+    if pattern := said.get(where, rf"names the layer {module}.Layer, which is in a folder around it"):
+        with pytest.raises(UserError, match=pattern):
+            open_folder(folder)
+    else:
+        open_folder(folder)
+    assert ran.exists() == where.startswith("elsewhere")
+
+
+@pytest.mark.parametrize("name", ["os.system", "builtins:print", "no_such.module", "collections.abc:Mapping"])
+def test_only_a_layer_is_taken_for_one(tmp_path, spiece, name):
+    export(tmp_path / "folded", COLA, weights(trained(COLA, ROWS)), spiece, RECORD)
+    path = tmp_path / "folded" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"exported_layer": name}))
+    with pytest.raises(UserError, match=f"{tmp_path}/folded: (names the layer|needs) {name}"):
+        open_folder(tmp_path / "folded")

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.train import heartbeat as module
 from dlr_pretrain.train.heartbeat import Heartbeat
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.record import record_state, recorded_end
 from dlr_pretrain.util.errors import UserError
 
 CFG = SimpleNamespace(run=SimpleNamespace(timeout_minutes=None))
@@ -165,3 +168,58 @@ def test_a_rank_that_cannot_connect_ends_before_its_first_step(tmp_path, monkeyp
         with own.may_wait(2 * module.INTERVAL):
             ended.wait()
     assert "no progress for" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+
+
+def record(folder) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_a_holder_that_has_lost_the_run_records_no_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "exit_process", lambda error: None)
+    with pytest.raises(UserError, match="my own"), take(tmp_path) as own, recorded_end(tmp_path, own):
+        record_state(tmp_path, "running")
+        write_beat(tmp_path, time.time())
+        before = record(tmp_path)
+        raise UserError("my own")
+    assert record(tmp_path) == before, "the new holder's end would not be recorded"
+
+
+def test_rank_0_decides_nothing_on_a_run_that_it_has_lost(tmp_path, monkeypatch, words):
+    monkeypatch.setattr(module, "exit_process", lambda error: None)
+    with Ranks(load(words())) as ranks, ranks.heartbeat:
+        ranks.start_heartbeat(tmp_path)
+        ranks.on_main(lambda: (tmp_path / "one").touch())
+        write_beat(tmp_path, time.time())
+        with pytest.raises(UserError, match="was taken over"):
+            ranks.on_main(lambda: (tmp_path / "two").touch())
+    assert (tmp_path / "one").exists() and not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["the disk answers", "the disk hangs"])
+def test_an_end_by_a_hang_is_recorded(tmp_path, monkeypatch, answers):
+    ended, told, disk = threading.Event(), [], threading.Event()
+
+    def exit_process(error, say=True):
+        told.append(error)
+        ended.set()
+
+    monkeypatch.setattr(module, "exit_process", exit_process)
+    own = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=0.001)))
+    own.start(tmp_path, own.take(tmp_path))
+    with recorded_end(tmp_path, own):
+        record_state(tmp_path, "running")
+        if not answers:
+            monkeypatch.setattr(module, "DISK_SECONDS", 0.1)
+            monkeypatch.setattr(os, "fsync", lambda _: disk.wait())
+        own.stepped(1)
+        ended.wait()
+        said = str(told[0])
+        if answers:
+            assert (
+                record(tmp_path)["state"]["name"] == "failed" and "no step for" in record(tmp_path)["state"]["reason"]
+            )
+        else:
+            assert f"the disk of {tmp_path} does not answer. The same command continues" in said
+        assert told[0].exit_code == 4
+        disk.set()
+    own.__exit__()

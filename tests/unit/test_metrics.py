@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -166,3 +167,12 @@ def test_speed_averages_the_last_steps_without_pauses(monkeypatch):
         now += 8.0
         last = speed()
     assert last == 8.0
+
+
+def test_a_clock_that_is_set_does_not_change_how_long_training_took(words, monkeypatch):
+    cfg, outcome = load(words()), Outcome(*(1.0 for _ in Outcome._fields))
+    with Ranks(cfg) as ranks:
+        loop = trial_loop(cfg, ranks, 120)
+        first = loop.meter.record(1, outcome, TrainState())["time"]
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        assert 0 <= loop.meter.record(2, outcome, TrainState())["time"] - first < 600

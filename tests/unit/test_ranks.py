@@ -18,6 +18,7 @@ from dlr_pretrain.train.device import find_device
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
+from dlr_pretrain.train.state import new_model
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ended, on_ranks
@@ -122,3 +123,15 @@ def test_a_failing_report_does_not_fail_the_run(words, tmp_path, no_export, monk
         command.train(cfg)
         said = capsys.readouterr().out
         assert "is complete" in said and f"report      {tmp_path / 'report.html'}" in said
+
+
+def test_a_job_of_a_sweep_leaves_no_network_to_the_next(words, monkeypatch):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for given in (None, "eth0"):
+        if given:
+            monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+        cfg = load(words("parallel=fsdp"))
+        with Ranks(cfg):
+            new_model(cfg, Ranks(cfg), 120)
+            assert os.environ["NCCL_SOCKET_IFNAME"] == (given or "lo")
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == given

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 import dlr_pretrain
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
+from dlr_pretrain.config.written import require_run_folder
 from dlr_pretrain.train import record
 from dlr_pretrain.train.record import (
     bind_identity,
@@ -41,21 +42,30 @@ def written(cfg) -> dict:
     return json.loads(json.dumps(identity(cfg))) | {"data.shards": "f"}
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "report.md", "tokenizer/tokenizer.json", "thesis.tex"])
-def test_a_folder_with_other_files_is_not_touched(tmp_path, name):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=r"is not empty .*, and holds no run. Name a new folder"):
-        open_in(tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
-    assert (tmp_path / name).read_text() == "mine"
+FOREIGN = ("config.yaml", "report.md", "tokenizer/tokenizer.json", "thesis.tex", "job.json",
+           "checkpoints/step_1000/state.pt", "checkpoints/step_00000001/checkpoint.json")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["slurm-12.out", "job.json", ".beats/0", "checkpoints/step_00000001/checkpoint.json"])
-def test_a_folder_with_logs_or_checkpoints_of_a_run_is_taken(tmp_path, name):
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_with_other_files_is_not_touched(tmp_path, train, name):
+    """By a run, at whatever point it would be refused: not even a hidden file is written."""
+    path = tmp_path / "theirs" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(UserError, match=r"run.dir=.* is not empty .*, and holds no run. Name a new folder"):
+        train(tmp_path / "theirs")
+    assert [path for path in (tmp_path / "theirs").rglob("*") if path.is_file()] == [path]
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("slurm-12.out", "a log"), (".beats/0", ""), ("job.json", ""), ("job.json", '{"time": 1, "job": "7", "log": "x"}'),
+    ("checkpoints/step_00000001/checkpoint.json", '{"format": 4, "state": {"step": 1}, "files": {}}'),
+])  # fmt: skip
+def test_a_folder_with_logs_or_checkpoints_of_a_run_is_taken(tmp_path, name, text):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("")
-    assert open_in(tmp_path)["starts"]
+    (tmp_path / name).write_text(text)
+    require_run_folder(tmp_path)
 
 
 def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
@@ -72,6 +82,11 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     kept = OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))
     assert kept == json.loads(json.dumps(to_dict(cfg)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "manifest.json"]
+
+
+def test_the_record_names_the_build_of_torch(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.13.0+cu130")  # the metadata of this build say 2.13.0
+    assert record.versions()["torch"] == "2.13.0+cu130"
 
 
 def test_a_second_start_may_change_keys_of_the_machine(tmp_path):
@@ -144,3 +159,13 @@ def test_threads_that_write_the_record_lose_nothing(tmp_path):
         list(pool.map(lambda i: update_record(tmp_path, {f"entry {i}": i}), range(100)))
     record = json.loads((tmp_path / "manifest.json").read_text())
     assert all(record[f"entry {i}"] == i for i in range(100))
+
+
+def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(dlr_pretrain, "__file__", str(tmp_path / "package" / "__init__.py"))
+    monkeypatch.setattr(record, "GIT_SECONDS", 0.1)
+    assert record.git_state() is None

@@ -347,3 +347,19 @@ def test_a_run_has_a_report_whatever_it_has_logged(tmp_path, lost, steps):
     assert f"{steps} of 60" in text and "train.py scale=tiny" in text and (run / "report.html").exists()
     assert "| left out | LICENSE.txt |" in text
     assert (run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_that_a_user_types_is_markup_in_a_figure(tmp_path):
+    ax = figures.axes()
+    ax.plot([1, 2], [3, 4], label=r"costs $5 or \$ and $\nothing$")
+    ax.barh(["$x_", r"$\frac$"], [1, 2])
+    ax.set(title=r"$a_{b$ and $\q$", xlabel="$^$", ylabel="$_$")
+    assert figures.save(ax, tmp_path, "f", "").path.exists()
+
+
+def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path):
+    found = read_runs([a_run(tmp_path / "a", *COLA)])
+    ax = figures.axes()
+    of = found.runs.assign(label="_mine")
+    figures.draw_group(ax, of, found.metrics, "train/loss", "train/tokens", figures.COLOURS[0])
+    assert any("_mine" in name for name in ax.get_legend_handles_labels()[1])

@@ -216,11 +216,38 @@ def test_an_own_run_replaces_the_items_runs(tmp_path, monkeypatch, capsys):
     update_record(run, {"saved": 60, "state": {"name": "complete", "step": 60, "reason": "", "time": 1.0}})
     assert main_of("reproduce", "fold", "run=mine") == 0
     said = capsys.readouterr().out
-    assert "mine: complete" in said and "fold.py mine/checkpoints/step_00000060 --output runs/paper/fold/mine" in said
+    fold = r"fold.py mine/checkpoints/step_00000060 --output runs/paper/fold/\w{8}/mine\n"
+    assert "mine: complete" in said and re.search(fold, said)
     assert "python scripts/reproduce.py fold run=mine --local" in said
     assert main_of("reproduce", "fold", "run=mine", "--render") == 0
     page = (tmp_path / "runs/paper/reproduce.md").read_text()
     assert "| perplexity before |" in page
+
+
+def test_the_seeds_of_an_item_share_a_root_whatever_its_name():
+    runs = load_each(planned_lines(SHORT, ["run.root=kept-s41-of-may"]))
+    assert {run.cfg.seed for run in runs} == {41, 42, 43} and len({run.dir for run in runs}) == len(runs)
+    assert {str(run.dir.parent) for run in runs} == {"kept-s41-of-may"}
+    assert all(f"-s{run.cfg.seed}" in run.dir.name for run in runs)
+
+
+def test_results_of_other_runs_or_data_are_other_files(tmp_path):
+    """Another rate, seed, text or set of documents: nothing that was made for the first counts for the second."""
+
+    def makes(name: str, *words: str, sft_data: str = "a.json", task_data: str = "b") -> list[Path]:
+        item = replace(items()[name], scales=["60m"])
+        runs = load_each(planned_lines(item, [f"run.root={tmp_path}", *words]))
+        return [program.makes for program in item.programs(runs, tmp_path, sft_data, task_data)]
+
+    for name in ("sft", "zeroshot", "fold"):
+        cases = [makes(name), makes(name, "train.lr=0.5"), makes(name, "data=sample")]
+        cases += [makes(name, sft_data="c.json")] if name == "sft" else []
+        cases += [makes(name, "seed=42"), makes(name, "seed=43")] if name == "zeroshot" else []
+        assert len({path for paths in cases for path in paths}) == sum(map(len, cases)), name
+        assert makes(name) == cases[0]
+    tuned, *scores = makes("sft")[:1] + makes("sft")[3:]
+    again, *others = makes("sft", task_data="d")[:1] + makes("sft", task_data="d")[3:]
+    assert tuned == again and not {*scores} & {*others}, "fine-tuned once, scored twice"
 
 
 def test_a_page_without_runs_shows_what_is_published(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ ALONE = SimpleNamespace(
     world_size=1,
     is_main=True,
     device=torch.device("cpu"),
-    heartbeat=SimpleNamespace(may_wait=nullcontext, require_held=lambda: None),
+    heartbeat=SimpleNamespace(may_wait=nullcontext, require_held=lambda: None, tick=lambda: None, limit=60.0),
     new_group=lambda: None,
     gather=lambda value, _=None: [value],
 )
@@ -106,7 +106,7 @@ def test_what_forbids_a_save_is_raised_unchanged(tmp_path, kind):
     theirs = tmp_path / "checkpoints" / ".writing_theirs"
     theirs.mkdir(parents=True)
 
-    heartbeat = SimpleNamespace(may_wait=nullcontext, require_held=refuse)
+    heartbeat = SimpleNamespace(may_wait=nullcontext, require_held=refuse, tick=lambda: None, limit=60.0)
     broken = {"gather": refuse} if kind is RuntimeError else {"heartbeat": heartbeat}
     saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | broken))
     saving.save(*snapshot(1))

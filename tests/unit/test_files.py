@@ -1,0 +1,117 @@
+"""Files that several processes write, and folders that belong to someone else."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dlr_pretrain.util import files
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import claim, locked, write_durably
+from tests.conftest import main_of
+
+
+def test_several_writers_of_a_file_leave_one_of_their_texts(tmp_path):
+    path, texts = tmp_path / "index", [letter * 100_000 for letter in "abcd"]
+    write_durably(path, texts[0])
+    done = threading.Event()
+
+    def read() -> int:
+        torn = 0
+        while not done.is_set():
+            torn += path.read_text() not in texts
+        return torn
+
+    with ThreadPoolExecutor(5) as pool:
+        reader = pool.submit(read)
+        try:
+            for writes in [pool.submit(lambda text: [write_durably(path, text) for _ in range(40)], t) for t in texts]:
+                writes.result()
+        finally:
+            done.set()
+        assert reader.result() == 0
+    assert [path] == [*tmp_path.iterdir()]
+
+
+def test_a_lock_that_its_holder_deletes_is_taken_anew(tmp_path, monkeypatch):
+    """Between opening and locking the file, its holder ends and a third process takes the folder."""
+    lock, others = files.lock, []
+
+    def meanwhile(descriptor: int) -> bool | None:
+        if not others:
+            (tmp_path / ".lock").unlink()
+            others.append((tmp_path / ".lock").open("w"))
+            lock(others[0].fileno())
+        return lock(descriptor)
+
+    monkeypatch.setattr(files, "lock", meanwhile)
+    with pytest.raises(UserError, match="is being written by"), locked(tmp_path):
+        pytest.fail("two processes hold the folder")
+    others[0].close()
+    with locked(tmp_path) as path:
+        assert os.path.samefile(path, tmp_path / ".lock")
+    assert not path.exists()
+
+
+def test_results_go_into_a_new_folder_or_their_own(tmp_path):
+    claim(tmp_path / "out", "report.py")
+    (tmp_path / "out" / "report.md").write_text("written")
+    claim(tmp_path / "out", "report.py")
+    with pytest.raises(UserError, match=r"--output=.*out: is not empty .*report.md.*, and holds no results of tune"):
+        claim(tmp_path / "out", "tune.py")
+
+
+COMMANDS = {  # that take an --output
+    "report": ("runs", "--output", "{}"),
+    "tune": ("scale=tiny", "dlr=off,on", "train.lr=0.1,0.2,0.3", "seed=1", "logger=jsonl", "--output", "{}", "--local"),
+    "reproduce": ("table1", "--render", "--output", "{}"),
+    "sft": ("folded", "--data", "rows.json", "--seeds", "1", "--output", "{}/.."),
+    "prepare_data": ("data=local", "data.root=text", "tokenizer.path=spiece.model", "--output", "{}"),
+    "fold": ("run/checkpoints/step_00000001", "--output", "{}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_writes_into_a_folder_of_others(name, tmp_path, monkeypatch, capsys, corpus):
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "theirs" / "s1"
+    theirs.mkdir(parents=True)
+    for file in ("README.md", "config.json", "model.safetensors", "report.md", "tune.json"):
+        (theirs / file).write_text("mine")
+    (tmp_path / "rows.json").write_text(json.dumps([{"instruction": "a", "output": "b"}]))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text\n" * 50)
+    (tmp_path / "spiece.model").write_bytes((corpus / "spiece.model").read_bytes())
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert main_of(name, *(word.format(theirs) for word in COMMANDS[name])) == 3
+    assert str(theirs) in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == dict.fromkeys(
+        ("README.md", "config.json", "model.safetensors", "report.md", "tune.json"), "mine"
+    )
+
+
+def test_a_queue_writes_nothing_into_a_folder_of_others(tmp_path, monkeypatch, capsys):
+    from dlr_pretrain.launch import submit
+    from slurm.submit import main
+
+    monkeypatch.setattr(submit, "queue", dict)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.tex").write_text("mine")
+    for how in ((), ("--local",)):
+        assert main(["scale=tiny", "logger=jsonl", "data=sample", f"run.dir={theirs}", *how]) == 3
+        assert "is not empty (it has thesis.tex), and holds no run" in capsys.readouterr().err
+    assert [*theirs.iterdir()] == [theirs / "thesis.tex"]
+
+
+def test_evaluate_does_not_replace_a_file_of_others(tmp_path, capsys):
+    path = Path(tmp_path, "notes.json")
+    path.write_text('{"mine": 1}')
+    assert main_of("evaluate", tmp_path, "--output", path) == 3
+    assert f"--output={path}: exists, and is not what this command wrote" in capsys.readouterr().err
+    assert path.read_text() == '{"mine": 1}'
