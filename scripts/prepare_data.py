@@ -13,7 +13,7 @@ from tqdm import tqdm
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.command_line import typed
-from dlr_pretrain.data.prepare import make_tokens
+from dlr_pretrain.data.prepare import make_tokens, plan
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
@@ -35,7 +35,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
-    add("--workers", type=at_least_1, default=cores(), help="processes, a shard each (default: %(default)s)")
+    add("--workers", type=at_least_1, default=cores(), help="processes (default: %(default)s)")
     own = "use a sentencepiece model of this many tokens, trained on the first shards: <output>.<TOKENS>.model"
     add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=own)
     given, overrides = parser.parse_known_args()
@@ -57,7 +57,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     say(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} tokens")
     if tokenizer.vocab_size < (given.train_tokenizer or 0):
         say(f"note        the text has too few different pieces for {given.train_tokenizer:,} tokens")
-    shards = len(source.train_shards) + len(source.validation_shards)
+    shards = len(plan(source))
     kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
     again = f" ({kept} shards were already there)" if kept else ""

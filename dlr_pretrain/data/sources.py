@@ -19,6 +19,7 @@ from pathlib import Path
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
+from dlr_pretrain.data.columns import WHOLE, Part
 from dlr_pretrain.data.extent import estimate_sizes
 from dlr_pretrain.data.files import pin_commits
 from dlr_pretrain.data.rows import read_rows
@@ -102,19 +103,26 @@ class TextSource:
     def rows(self, shard: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
         """As ``read``, with the number of each row; with a ``piece`` of the shard, only its rows."""
         held_out, name = shard.startswith(HELD_OUT), shard.removeprefix(HELD_OUT)
-        for number, text in self._file_rows(name, start, piece):
-            if text is None or not self.holds_out:
-                yield number, text
-            elif self.splits_document:
-                cut = round(len(text) * (1 - self.data.held_out))
-                cut = text.rfind("\n", 0, cut) + 1 or cut
-                yield number, text[cut:] if held_out else text[:cut]
-            else:
-                yield number, text if (_hash(text) < self.threshold) == held_out else None
+        return ((number, self._divided(text)[held_out]) for number, text in self._file_rows(name, start, piece))
 
-    def _file_rows(self, name: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
+    def divided(self, name: str, part: Part) -> Iterator[tuple[str | None, str | None]]:
+        """Yields for each row of a part of a file its text, and its text that is held out; both None if left out."""
+        return (self._divided(text) for _, text in self._file_rows(name, part=part))
+
+    def _divided(self, text: str | None) -> tuple[str | None, str | None]:
+        if text is None or not self.holds_out:
+            return text, None
+        if self.splits_document:
+            cut = round(len(text) * (1 - self.data.held_out))
+            cut = text.rfind("\n", 0, cut) + 1 or cut
+            return text[:cut], text[cut:]
+        return (None, text) if _hash(text) < self.threshold else (text, None)
+
+    def _file_rows(
+        self, name: str, start: int = 0, piece: Piece | None = None, part: Part = WHOLE
+    ) -> Iterator[tuple[int, str | None]]:
         """As ``rows``, but for a file: with its held-out documents and all others."""
-        for row in read_rows(self.files[name], self.data, start):
+        for row in read_rows(self.files[name], self.data, start, part):
             if piece is not None and not piece.has(row.number):
                 continue
             text = None

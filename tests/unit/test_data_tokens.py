@@ -16,9 +16,10 @@ import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
-from data_corpus import NASTY, PACKINGS, global_batches, make_config, same, write_shards
+from data_corpus import NASTY, PACKINGS, global_batches, lines_of, make_config, same, write_shards, write_table
 
 from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, prepare, streams, validation_set
+from dlr_pretrain.data.columns import WHOLE, Part
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
@@ -28,7 +29,15 @@ from dlr_pretrain.util.files import locked, wait_for
 from tests.conftest import ROOT, main_of
 
 WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
+SPLITS = ("train", "validation")
 SHARDS = [[*NASTY, *WORDS[:90]], WORDS[90:150], ["word " * 5000, *WORDS[150:]]]
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """Each file of a few kilobytes fills a shard, and a larger one is divided among several jobs."""
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(prepare, "JOB_BYTES", 2000)
 
 
 @pytest.fixture
@@ -189,7 +198,7 @@ def test_kills_do_not_change_the_tokens(root, model, made, tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "replace", die)
     while True:
-        count = iter([True] * 3)
+        count = iter([True] * 4)  # a shard is four files
         if (child := os.fork()) == 0:
             try:
                 make(root, model, output)
@@ -200,7 +209,7 @@ def test_kills_do_not_change_the_tokens(root, model, made, tmp_path, monkeypatch
         deaths += 1
         found = content(output)
         assert MANIFEST not in found or found[MANIFEST] == whole[MANIFEST]
-    monkeypatch.undo()
+    monkeypatch.setattr(os, "replace", replace)
     assert content(output) == whole and deaths > 2
     assert make(root, model, output) == [True] * 4
 
@@ -215,19 +224,102 @@ def test_any_number_of_workers_writes_the_same_shards(root, model, made, tmp_pat
     assert make(root, model, made, workers=2) == [False, False, True, True] and content(made) == whole
 
 
-@pytest.mark.parametrize("suffix", [".tokens", ".ends", ".sha256"])
+@pytest.mark.parametrize("suffix", [".tokens", ".ends", ".files", ".sha256"])
 def test_the_same_command_repairs_a_flipped_bit(root, model, made, tmp_path, suffix):
-    """In a cache, the next start repairs it. A folder of an older version, without checksums, is accepted."""
+    """In a cache, the next start repairs it."""
     whole = content(made)
     flip((made / ONE).with_suffix(suffix))
     assert make(root, model, made) == [True, False, True, True] and content(made) == whole
-    for path in made.glob("*.sha256"):
-        path.unlink()
-    assert make(root, model, made) == [True] * 4
+    (made / ONE).with_suffix(suffix).unlink()
+    assert make(root, model, made) == [True, False, True, True] and content(made) == whole
     cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     whole = content(first := kept(cfg))
     flip((first / ONE).with_suffix(suffix))
     assert content(kept(cfg)) == whole
+
+
+@PACKINGS
+def test_the_order_does_not_depend_on_the_shards(tmp_path, model, packing, monkeypatch):
+    """Not on their size, nor on the format: an older version made a shard for each file."""
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.jsonl").write_bytes(lines_of(WORDS[i * 7 : i * 7 + (1 if i % 4 else 60)]))
+    keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
+    cfg, source, tokenizer = opened(
+        make_config("local", data__root=tmp_path / "text", data__held_out=0.1, tokenizer__path=model, **keys)
+    )
+    whole, folders = [], {}
+    for size in (1, 15_000, 100_000, 10**9):
+        monkeypatch.setattr(prepare, "SHARD_BYTES", size)
+        folders[size] = tmp_path / f"tokens-{size}"
+        list(make_tokens(source, tokenizer, folders[size], 1))
+        made = TokenSource(folders[size])
+        sizes = made.sizes(packed=True), made.sizes(packed=False)
+        validation = validation_set(cfg, made, tokenizer)
+        whole.append((sizes, validation.tokens.tolist(), global_batches(cfg, made, tokenizer, 2, 40)))
+    assert len({len([*folder.glob("train*.tokens")]) for folder in folders.values()}) == 4
+    assert sorted(folders[10**9].glob("*.tokens")) == [folders[10**9] / f"{s}-00000-of-00001.tokens" for s in SPLITS]
+    assert all(same(one[2], whole[0][2]) and one[:2] == whole[0][:2] for one in whole)
+    assert 0 in whole[0][0][1]  # a file whose only document is held out keeps its number
+
+
+PARAGRAPHS = "\n\n".join(f"{text}\nsecond line" for text in WORDS if text) + "\n \n\n" + "\r\n\r\nlast"
+ONE_FILE = {  # how to write one large file, and the keys with which it is read
+    "a.jsonl": (lambda path: path.write_bytes(lines_of(WORDS) + b"\n\n" + lines_of(NASTY)[:-1]), {}),
+    "a.txt": (lambda path: path.write_text(PARAGRAPHS, newline=""), {"data__document": "paragraph"}),
+    "a.parquet": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
+    "a.arrow": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
+    "a.file.arrow": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_FILE)
+def test_a_large_file_is_cut_among_processes(tmp_path, model, name, monkeypatch):
+    """Its parts have each document once and in order, wherever they are cut."""
+    (tmp_path / "text").mkdir()
+    write, keys = ONE_FILE[name]
+    write(tmp_path / "text" / name)
+    cfg = make_config("local", data__root=tmp_path / "text", data__held_out=0.1, tokenizer__path=model, **keys)
+    _, source, tokenizer = opened(cfg)
+    whole = [*source.divided(name, WHOLE)]
+    for count in (2, 3, 40, 997, 5000):
+        assert [row for i in range(count) for row in source.divided(name, Part(i, count))] == whole
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 10**9)
+    assert len(prepare.plan(source)) == 1 and len(prepare.plan(source)[0][1]) > 3
+    made = {}
+    for workers, size in ((1, 10**9), (1, 2000), (2, 2000)):
+        monkeypatch.setattr(prepare, "JOB_BYTES", size)
+        list(make_tokens(source, tokenizer, tmp_path / f"{workers}-{size}", workers))
+        made[workers, size] = content(tmp_path / f"{workers}-{size}")
+        made[workers, size] = {path: held for path, held in made[workers, size].items() if path.endswith("s")}
+    assert made[1, 2000] == made[2, 2000] and len(made[1, 2000]) == 6
+    for path in ("train-00000-of-00001.tokens", "validation-00000-of-00001.ends"):  # .files has a row for each part
+        assert made[1, 10**9][path] == made[1, 2000][path]
+
+
+def test_a_bad_row_in_a_part_is_named_by_its_number_in_the_file(tmp_path, model):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(WORDS * 4) + b"{bad\n" + lines_of(WORDS))
+    _, source, _ = opened(make_config("local", data__root=tmp_path, tokenizer__path=model))
+    with pytest.raises(UserError, match=r"a.jsonl: document 1200 \(line 1201\) is not JSON"):
+        [*source.divided("a.jsonl", Part(3, 4))]
+
+
+def as_format_4(folder: Path) -> None:
+    """A folder with a shard for each file as an older version wrote it."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 4}))
+    for path in (*folder.glob("*.sha256"), *folder.glob("*.files")):
+        path.unlink()
+
+
+def test_a_folder_of_the_older_format_is_read_but_not_continued(root, model, made):
+    opening = [opened(make_config("tokens", data__root=made, train__seq_len=16))]
+    before = global_batches(*opening[0], 2, 40)
+    as_format_4(made)
+    assert same(global_batches(*opened(make_config("tokens", data__root=made, train__seq_len=16)), 2, 40), before)
+    with pytest.raises(UserError, match=r"older version, which this version reads but .* train with data=tokens"):
+        make(root, model, made)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -247,9 +339,9 @@ def test_another_process_that_prepares_the_folder_is_named(root, model, tmp_path
 class Deadly(TextSource):
     """A source whose readers are killed, as when memory runs out."""
 
-    def read(self, shard, start=0):
+    def divided(self, name, part):
         os.kill(os.getpid(), signal.SIGKILL)
-        yield ""
+        yield "", None
 
 
 def test_a_dead_worker_is_reported(root, model, tmp_path):
@@ -262,10 +354,10 @@ def test_a_dead_worker_is_reported(root, model, tmp_path):
 class Endless(TextSource):
     """A source whose readers record their process ids, and never end."""
 
-    def read(self, shard, start=0):
+    def divided(self, name, part):
         (Path(self.data.root) / f"{os.getpid()}.reader").touch()
         time.sleep(600)
-        yield ""
+        yield "", None
 
 
 def test_workers_end_when_their_parent_is_killed(root, model, tmp_path):
@@ -274,7 +366,8 @@ def test_workers_end_when_their_parent_is_killed(root, model, tmp_path):
 
     program = f"""
 from pathlib import Path
-from test_data_tokens import Endless, make_config, make_tokens, opened
+from test_data_tokens import Endless, make_config, make_tokens, opened, prepare
+prepare.SHARD_BYTES = 4000
 _, source, tokenizer = opened(make_config(data__root={str(root)!r}, tokenizer__path={str(model)!r}))
 source.__class__ = Endless
 list(make_tokens(source, tokenizer, Path({str(tmp_path)!r}, "tokens"), 2))
