@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,13 +19,21 @@ import tokenizers.pre_tokenizers
 import torch
 from data_corpus import NASTY, PACKINGS, global_batches, lines_of, make_config, same, write_shards, write_table
 
-from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, prepare, streams, validation_set
+from dlr_pretrain.data import (
+    inputs_and_targets,
+    load_tokenizer,
+    open_source,
+    open_tokenizer,
+    prepare,
+    streams,
+    validation_set,
+)
 from dlr_pretrain.data.columns import WHOLE, Part
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.train.record import open_record, update_record
-from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from dlr_pretrain.util.files import locked, wait_for
 from tests.conftest import ROOT, main_of
 
@@ -406,6 +415,38 @@ def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, capsy
     assert "(4 shards were already there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
     trained = (tmp_path / "tokens.300.model").read_bytes()
     assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == trained
+
+
+def trained(tmp_path, capsys, texts: list[str], *words: str) -> tuple[int, str]:
+    """The exit code of the command that trains a tokenizer on texts, and what it says."""
+    (tmp_path / "a.jsonl").write_bytes(lines_of(texts))
+    given = ("data=local", f"data.root={tmp_path}", "--output", tmp_path / "out", "--workers", "1", *words)
+    code, said = main_of("prepare_data", *given), capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.mark.parametrize("space", [" ", ""])
+def test_a_trained_tokenizer_has_seen_long_lines(tmp_path, capsys, space):
+    short, long = ([f"{space}".join(letters[(i * k) % 10] * 3 for k in range(n)) for i in range(1, count)]
+                   for letters, n, count in (("abcdefghij", 40, 400), ("klmnopqrst", 2000, 40)))  # fmt: skip
+    code, said = trained(tmp_path, capsys, short + long, "--train-tokenizer", "300")
+    tokenizer = load_tokenizer(tmp_path / "out.300.model")
+    pieces = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+    assert code == 0 and sum(bool(set(piece) & set("klmnopqrst")) for piece in pieces) > len(pieces) / 4
+    seen = re.search(
+        r"training a tokenizer of 300 tokens on ([\d,]+) characters \((\d+) documents in 1 of 1 file\)", said
+    )
+    assert int(seen[1].replace(",", "")) > 200_000 and int(seen[2]) > 420
+
+
+def test_a_tokenizer_with_too_few_tokens_is_refused_in_our_words(tmp_path, capsys):
+    texts = ["".join(chr(0x4E00 + (i * 7 + k) % 3000) for k in range(1500)) for i in range(60)]
+    code, said = trained(tmp_path, capsys, texts, "--train-tokenizer", "1000")
+    rule = r"its characters alone need about 1,9\d\d tokens \(--character-coverage=0\.9999\)"
+    assert code == EXIT_FAILED and re.search(f"{rule}. Give --train-tokenizer a larger number, or lower --char", said)
+    assert "--character_coverage" not in said and "src/" not in said
+    assert trained(tmp_path, capsys, texts, "--character-coverage", "0.99")[0] == EXIT_FAILED
+    assert trained(tmp_path, capsys, texts, "--train-tokenizer", "9", "--character-coverage", "0.5")[0] == EXIT_CONFIG
 
 
 def cut(path: Path) -> None:
