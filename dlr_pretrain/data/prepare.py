@@ -30,19 +30,20 @@ from dlr_pretrain.data import tokens
 from dlr_pretrain.data.columns import Part
 from dlr_pretrain.data.files import File, created_atomically, user_cache
 from dlr_pretrain.data.formats import COMPRESSIONS, TABLES, kind_of
-from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.sources import TextSource, nothing_remains
 from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
 from dlr_pretrain.util.files import draft_of, locked, refuse_foreign, sync, write_durably
 from dlr_pretrain.util.process import cores
-from dlr_pretrain.util.text import plural
+from dlr_pretrain.util.text import plural, shortened
 
 SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: about ten seconds for sentencepiece
 FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
 MANY_READS = 2.0  # reads of a streamed text per epoch from which on a remark is printed
 SHARD_BYTES = 400_000_000  # of text in a shard, about 100M tokens
+ROWS_LEFT_OUT = "rows left out"  # in the contents of a folder
 JOB_BYTES = 8 << 20  # of text in a job: about a second for sentencepiece
 FILE_BYTES = 4 << 10  # of text that is tokenised in the time in which a file is opened
 DENSITY = 3  # bytes of text in each byte of a compressed file or a table
@@ -155,6 +156,25 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     for suffix in SUFFIXES:
         for draft in output.glob(f".*{suffix}.tmp*"):
             draft.unlink(missing_ok=True)
+    if source.data.bad_rows == "skip":
+        manifest["contents"] = source.contents | _rows_left_out(source, TokenSource(output))
+        write_durably(output / tokens.MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _rows_left_out(source: TextSource, made: TokenSource) -> dict[str, str]:
+    """How many rows of each file were left out, for ``contents``. Raises UserError if no row of a file remains."""
+    train, validation = made.files(made.train_shards), made.files(made.validation_shards)
+    if source.holds_out and not source.splits_document:
+        train[:, 0] += validation[:, 0]
+    parts, total = [], 0
+    for files, counts in ((source.chosen.train, train), (source.chosen.validation, validation)):
+        for file, (documents, left_out) in zip(files, counts.tolist(), strict=False):
+            if left_out:
+                parts.append(f"{left_out:,} of {documents + left_out:,} in {file.name}")
+                total += left_out
+                if not documents:
+                    raise nothing_remains(file, left_out, "none has a text")
+    return {ROWS_LEFT_OUT: f"{total:,} without text: {', '.join(shortened(parts))}"} if parts else {}
 
 
 def _start_worker(work: Callable[[Any], list[Draft]]) -> None:
@@ -285,7 +305,8 @@ def tokenised_once(
             rule = f"the tokens of the text cannot be written here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
-    made.version, made.versions, made.contents = source.version, source.versions, source.contents
+    made.version, made.versions = source.version, source.versions
+    made.contents = source.contents | {name: text for name, text in made.contents.items() if name == ROWS_LEFT_OUT}
     return made
 
 

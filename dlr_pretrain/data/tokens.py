@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,10 +60,15 @@ def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, ends
 
 
-def files_of(path: Path, documents: int) -> np.ndarray:
-    """The files of the source in a shard of so many documents. Raises OSError or ValueError if they are damaged."""
+def files_of(path: Path, documents: int, first: int) -> np.ndarray:
+    """The table of files of a shard with so many documents, after one that ends with file ``first``.
+
+    Raises OSError or ValueError if it is damaged.
+    """
     files = _memory_map(path.with_suffix(FILES), np.int64).reshape(-1, 3)
-    if (files < 0).any() or files[:, 1].sum() != documents:
+    if not len(files) or not np.isin(np.diff(files[:, 0], prepend=first), (0, 1)).all() or (files < 0).any():
+        raise ValueError(f"the numbers in {path.stem}{FILES} are not those of files")
+    if files[:, 1].sum() != documents:
         raise ValueError(f"it has {documents:,} documents, but {path.stem}{FILES} counts a different number")
     return files
 
@@ -107,14 +112,11 @@ class TokenSource:
         self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
         self.train_shards = shard_names("train", shards["train"])
         self.validation_shards = shard_names("validation", shards["validation"])
-        for i, name in enumerate(self.validation_shards):
-            self.files(i, name)
-        files = np.concatenate([self.files(i, name) for i, name in enumerate(self.train_shards)])
+        self.files(self.validation_shards)
         sizes = [[len(part) for part in self.shard(name)] for name in self.train_shards]
         self._tokens, self._documents = (np.cumsum([0, *column]) for column in zip(*sizes, strict=True))
         self._documents -= np.arange(len(self._documents))  # a shard has one more end than documents
-        documents = np.bincount(files[:, 0], files[:, 1]).astype(np.int64)
-        self._first = np.cumsum([0, *documents])  # document of each file
+        self._first = np.cumsum([0, *self.files(self.train_shards)[:, 0]])  # document of each file
         self._begin = self._positions(self._first)  # of each file, among the tokens of all shards
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -122,13 +124,18 @@ class TokenSource:
         with self._naming_shard(name) as path:
             return open_shard(path, self.vocab_size)
 
-    def files(self, number: int, name: str) -> np.ndarray:
-        """The files of the source in the shard with this number of its split."""
-        documents = len(self.shard(name)[1]) - 1
-        if self._a_shard_per_file:
-            return np.array([[number, documents, 0]])
-        with self._naming_shard(name) as path:
-            return files_of(path, documents)
+    def files(self, names: Sequence[str]) -> np.ndarray:
+        """The documents of each file of the source in the shards of a split, and its rows left out: int64 [n, 2]."""
+        counts = np.zeros((1, 2), np.int64)
+        for number, name in enumerate(names):
+            documents = len(self.shard(name)[1]) - 1
+            with self._naming_shard(name) as path:
+                table = np.array([[number, documents, 0]])
+                if not self._a_shard_per_file:
+                    table = files_of(path, documents, len(counts) - 1)
+            counts = np.pad(counts, ((0, int(table[-1, 0]) + 1 - len(counts)), (0, 0)))
+            np.add.at(counts, table[:, 0], table[:, 1:])
+        return counts
 
     @contextmanager
     def _naming_shard(self, name: str) -> Iterator[Path]:

@@ -417,6 +417,42 @@ def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, capsy
     assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == trained
 
 
+@pytest.mark.parametrize("held_out", [True, False])
+def test_rows_left_out_are_counted_by_file(tmp_path, model, held_out, capsys):
+    """In what the command says, in the manifest, in the summary of a run on text, and in that of one on its tokens."""
+    text, bad = tmp_path / "text", b'{"content": "another column"}\n'
+    text.mkdir()
+    (text / "a.jsonl").write_bytes(lines_of(WORDS))
+    (text / "b.jsonl").write_bytes(bad * 290 + lines_of(WORDS[:10]))
+    if not held_out:
+        (text / "validation.jsonl").write_bytes(bad * 3 + lines_of(WORDS[:4]))
+    given = ("data=local", f"data.root={text}", f"tokenizer.path={model}", "data.bad_rows=skip", "--workers", "1")
+    for _ in range(2):
+        assert main_of("prepare_data", *given, "--output", tmp_path / "tokens") == 0
+        more = "" if held_out else ", 3 of 7 in validation.jsonl"
+        counted = f"{290 if held_out else 293} without text: 290 of 300 in b.jsonl{more}"
+        assert f"\nleft out    rows: {counted}\n" in capsys.readouterr().out
+    own = {"data__root": text, "data__bad_rows": "skip", "data__cache": tmp_path / "cache", "tokenizer__path": model}
+    _, source, tokenizer = opened(make_config("local", **own))
+    for _ in range(2):
+        assert tokenised_once(source, tokenizer, 4, print).contents["rows left out"] == counted
+    assert TokenSource(tmp_path / "tokens").contents["rows left out"] == counted
+
+
+@pytest.mark.parametrize("job_bytes", [1000, 10**6])
+def test_a_file_of_which_no_row_remains_stops_the_run(tmp_path, model, job_bytes, monkeypatch):
+    monkeypatch.setattr(prepare, "JOB_BYTES", job_bytes)
+    (tmp_path / "a.jsonl").write_bytes(lines_of(WORDS * 4))
+    (tmp_path / "b.jsonl").write_bytes(b'{"content": "another column"}\n' * 290)
+    cfg = make_config("local", data__root=tmp_path, data__bad_rows="skip", tokenizer__path=model)
+    _, source, tokenizer = opened(cfg)
+    rule = r"b\.jsonl: data\.bad_rows=skip leaves out all of its 290 rows: .*Set data\.text_key to .* or leave the file"
+    with pytest.raises(UserError, match=rule):
+        list(make_tokens(source, tokenizer, tmp_path / "tokens", 1))
+    with pytest.raises(UserError, match=rule):
+        list(source.read("b.jsonl"))
+
+
 def trained(tmp_path, capsys, texts: list[str], *words: str) -> tuple[int, str]:
     """The exit code of the command that trains a tokenizer on texts, and what it says."""
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts))
