@@ -123,8 +123,27 @@ FOLDERS = {  # files; training, validation and left-out files
          "e.jsonl.gz": gzip.compress(b""), "f.jsonl": b"\n" * 600 + LINES, "val.jsonl": b" \n"}, "a.jsonl f.jsonl", "",
         {"b.jsonl": "empty", "c.jsonl": "no text", "d.jsonl.gz": "no text", "e.jsonl.gz": "empty",
          "val.jsonl": "no text"}),
+    "of Spark and Delta Lake": (
+        {"x/_delta_log/0.json": JSON, "x/a.parquet": rows(), "x/_temporary/0/b.parquet": rows()}, "x/a.parquet", "",
+        dict.fromkeys(("x/_delta_log/0.json", "x/_temporary/0/b.parquet"), "a file of Spark or Delta Lake")),
     "without rows": ({"a.parquet": rows(), "b.parquet": rows([])}, "a.parquet", "", {"b.parquet": "no rows"}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [{}, {"data__train_files": "*.arrow"}, {"data__train_files": "**/*.arrow"}])
+def test_what_datasets_keeps_beside_its_data_is_not_text(tmp_path, keys):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": [f"text {i}" for i in range(40)]}).save_to_disk(tmp_path)
+    saved = datasets.load_from_disk(tmp_path)
+    saved.map(lambda row: {"text": row["text"].upper()}, num_proc=2).shuffle(seed=1)
+    made = {path.name for path in tmp_path.glob("cache-*.arrow")}
+    source = opened(tmp_path, **keys)
+    assert source.train_shards == ("data-00000-of-00001.arrow",) and len(made) == 3
+    assert made == {name for name, why in source.chosen.left_out.items() if why == "a cache of the datasets library"}
+    assert "(a cache of the datasets library)" in source.contents["left out"]
+    assert [*opened(tmp_path, data__train_files="cache-*_of_*.arrow").train_shards] == sorted(
+        name for name in made if "_of_" in name
+    )  # a glob of such files alone means them
 
 
 @pytest.mark.parametrize("case", FOLDERS)
