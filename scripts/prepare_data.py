@@ -13,7 +13,7 @@ from tqdm import tqdm
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.command_line import typed
-from dlr_pretrain.data.prepare import ROWS_LEFT_OUT, make_tokens, plan
+from dlr_pretrain.data.prepare import ROWS_LEFT_OUT, SPECIAL_TOKENS, make_tokens, plan
 from dlr_pretrain.data.sample import COVERAGE, MIN_COVERAGE, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
@@ -67,8 +67,9 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     made = TokenSource(given.output)
     again = f" ({kept} shards were already there)" if kept else ""
     say(f"finished    {given.output}, of {made.describe()}{again}")
-    if left_out := made.contents.get(ROWS_LEFT_OUT):
-        say(f"left out    rows: {left_out}")
+    for name in (ROWS_LEFT_OUT, SPECIAL_TOKENS):
+        if name in made.contents:
+            say(f"{name:<12}{made.contents[name]}")
     say(f"\n    add to your command: data=tokens data.root={given.output}")
 
 

@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: a
 FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
 MANY_READS = 2.0  # reads of a streamed text per epoch from which on a remark is printed
 SHARD_BYTES = 400_000_000  # of text in a shard, about 100M tokens
-ROWS_LEFT_OUT = "rows left out"  # in the contents of a folder
+ROWS_LEFT_OUT, SPECIAL_TOKENS = "bad rows", "special"  # in the contents of a folder
+FIRST_TEXTS = 1000  # of a streamed text, in which special tokens are counted
 JOB_BYTES = 8 << 20  # of text in a job: about a second for sentencepiece
 FILE_BYTES = 4 << 10  # of text that is tokenised in the time in which a file is opened
 DENSITY = 3  # bytes of text in each byte of a compressed file or a table
@@ -87,7 +89,7 @@ class Draft(NamedTuple):
 
     path: Path  # of the ids
     lengths: np.ndarray  # int64 [documents]
-    files: np.ndarray  # int64 [n, 3], see ``tokens``
+    files: np.ndarray  # int64 [n, 4], see ``tokens``
 
 
 def plan(source: TextSource) -> list[Shard]:
@@ -153,28 +155,37 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
                 for name, drafts in zip(names, zip(*(next(results) for _ in jobs), strict=True), strict=True):
                     _join(output / name, drafts)
             yield done
-    for suffix in SUFFIXES:
-        for draft in output.glob(f".*{suffix}.tmp*"):
-            draft.unlink(missing_ok=True)
-    if source.data.bad_rows == "skip":
-        manifest["contents"] = source.contents | _rows_left_out(source, TokenSource(output))
+    if counted := _counted(source, tokenizer, TokenSource(output)):
+        manifest["contents"] = source.contents | counted
         write_durably(output / tokens.MANIFEST, json.dumps(manifest, indent=1))
+    for draft in output.glob(".*.tmp*"):
+        draft.unlink(missing_ok=True)
 
 
-def _rows_left_out(source: TextSource, made: TokenSource) -> dict[str, str]:
-    """How many rows of each file were left out, for ``contents``. Raises UserError if no row of a file remains."""
+def _counted(source: TextSource, tokenizer: Tokenizer, made: TokenSource) -> dict[str, str]:
+    """What is known once all text has been read, for ``contents``. Raises UserError if no row of a file remains."""
     train, validation = made.files(made.train_shards), made.files(made.validation_shards)
+    special = int(train[:, 1].sum() + validation[:, 1].sum())
     if source.holds_out and not source.splits_document:
         train[:, 0] += validation[:, 0]
     parts, total = [], 0
     for files, counts in ((source.chosen.train, train), (source.chosen.validation, validation)):
-        for file, (documents, left_out) in zip(files, counts.tolist(), strict=False):
+        for file, (documents, _, left_out) in zip(files, counts.tolist(), strict=False):
             if left_out:
                 parts.append(f"{left_out:,} of {documents + left_out:,} in {file.name}")
                 total += left_out
                 if not documents:
                     raise nothing_remains(file, left_out, "none has a text")
-    return {ROWS_LEFT_OUT: f"{total:,} without text: {', '.join(shortened(parts))}"} if parts else {}
+    counted = {ROWS_LEFT_OUT: f"{total:,} left out: {', '.join(shortened(parts))}"} if parts else {}
+    return counted | _special_tokens(tokenizer, special, "")
+
+
+def _special_tokens(tokenizer: Tokenizer, texts: int, of: str) -> dict[str, str]:
+    """For ``contents``: how many texts hold special tokens, and what these count as."""
+    choice, some = tokenizer.special_in_text, [*tokenizer.special[:3], *["..."] * (len(tokenizer.special) > 3)]
+    read = f"read as {'ordinary characters' if choice == 'text' else 'tokens'} (data.special_tokens={choice})"
+    said = f"{plural(texts, 'text')}{of} with special tokens ({', '.join(some)}), {read}"
+    return {SPECIAL_TOKENS: said} if texts else {}
 
 
 def _start_worker(work: Callable[[Any], list[Draft]]) -> None:
@@ -225,24 +236,23 @@ def _is_whole(output: Path, names: Iterable[str]) -> bool:
 def _tokenise_job(source: TextSource, output: Path, given: tuple[list[str], Job]) -> list[Draft]:
     """Tokenise a job of the shard with these names: its documents, and if there are two names, those held out."""
     names, job = given
+    tokenizer, first = _tokenizer(output / tokens.TOKENIZER), job[0]
     held_out: list[str] = []
-    files = [np.zeros((len(job), 3), np.int64) for _ in names]
+    files = np.zeros((2, len(job), 4), np.int64)
 
     def texts() -> Iterator[str]:
         for row, (number, name, part) in enumerate(job):
-            documents = left_out = 0
-            before = len(held_out)
-            for text, other in source.divided(name, part):
-                if text is not None:
-                    documents += 1
-                    yield text
-                if other is not None:
-                    held_out.append(other)
-                left_out += text is None and other is None
-            for table, counts in zip(files, ((documents, left_out), (len(held_out) - before, 0)), strict=False):
-                table[row] = number, *counts
+            files[:, row, 0] = number
+            for texts in source.divided(name, part):
+                for split, text in enumerate(texts):
+                    if text is not None:
+                        files[split, row, 1:3] += 1, tokenizer.has_special(text)
+                files[0, row, 3] += texts == (None, None)
+                if texts[1] is not None:
+                    held_out.append(texts[1])
+                if texts[0] is not None:
+                    yield texts[0]
 
-    tokenizer, first = _tokenizer(output / tokens.TOKENIZER), job[0]
     drafts = []
     for name, documents, table in zip(names, (texts(), held_out), files, strict=False):
         path = draft_of(output / f"{Path(name).stem}-{first.number}-{first.part.index}{tokens.TOKENS}")
@@ -288,6 +298,9 @@ def tokenised_once(
     characters = sum(source.sizes(packed=True))
     if characters > SMALL_CHARACTERS and sum(source.sizes(packed=False)) >= FEW_DOCUMENTS * streams:
         source.remark = _cost(source, streams)
+        first = list(filter(None, islice(source.read(source.train_shards[0]), FIRST_TEXTS)))
+        special = sum(map(tokenizer.has_special, first))
+        source.contents |= _special_tokens(tokenizer, special, f" of the first {len(first):,}")
         return source
     cache = Path(source.data.cache or user_cache()) / "tokens"
     key = json.dumps([tokens.FORMAT, source.state(), tokenizer.fingerprint])
@@ -306,7 +319,9 @@ def tokenised_once(
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
     made.version, made.versions = source.version, source.versions
-    made.contents = source.contents | {name: text for name, text in made.contents.items() if name == ROWS_LEFT_OUT}
+    made.contents = source.contents | {
+        name: text for name, text in made.contents.items() if name in (ROWS_LEFT_OUT, SPECIAL_TOKENS)
+    }
     return made
 
 

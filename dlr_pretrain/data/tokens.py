@@ -12,7 +12,8 @@ text by these files. So the data order does not depend on how the documents are 
 
 A shard holds the ids of its documents, uint16 (int32 above 65,536 ids). Each document is followed by its end of
 sequence. The ends are int64 [documents + 1], and the first is 0. Rows of the source that are left out have no document.
-The files are int64 [n, 3]: the number of a file, its documents in this shard, and its rows that were left out.
+The files are int64 [n, 4]: the number of a file, its documents in this shard, those of them in which special tokens
+stand, and its rows that were left out.
 
 Folders of format 4 have a shard for each file of the source, without .files; the oldest have no checksums.
 """
@@ -65,7 +66,7 @@ def files_of(path: Path, documents: int, first: int) -> np.ndarray:
 
     Raises OSError or ValueError if it is damaged.
     """
-    files = _memory_map(path.with_suffix(FILES), np.int64).reshape(-1, 3)
+    files = _memory_map(path.with_suffix(FILES), np.int64).reshape(-1, 4)
     if not len(files) or not np.isin(np.diff(files[:, 0], prepend=first), (0, 1)).all() or (files < 0).any():
         raise ValueError(f"the numbers in {path.stem}{FILES} are not those of files")
     if files[:, 1].sum() != documents:
@@ -125,12 +126,12 @@ class TokenSource:
             return open_shard(path, self.vocab_size)
 
     def files(self, names: Sequence[str]) -> np.ndarray:
-        """The documents of each file of the source in the shards of a split, and its rows left out: int64 [n, 2]."""
-        counts = np.zeros((1, 2), np.int64)
+        """The counts of each file of the source in the shards of a split, int64 [n, 3]: see this file's beginning."""
+        counts = np.zeros((1, 3), np.int64)
         for number, name in enumerate(names):
             documents = len(self.shard(name)[1]) - 1
             with self._naming_shard(name) as path:
-                table = np.array([[number, documents, 0]])
+                table = np.array([[number, documents, 0, 0]])
                 if not self._a_shard_per_file:
                     table = files_of(path, documents, len(counts) - 1)
             counts = np.pad(counts, ((0, int(table[-1, 0]) + 1 - len(counts)), (0, 0)))

@@ -109,8 +109,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         "training": corpus.source.contents.get("training", ""),
         "validation": f"{plural(len(validation.tokens), 'sequence')}, {validation.real_tokens:,} tokens, "
         f"{cfg.eval.packing}, from {corpus.source.contents.get('validation', 'the validation shards')}",
-        "left out": corpus.source.contents.get("left out", ""),
-        "rows left out": corpus.source.contents.get("rows left out", ""),
+        **{name: corpus.source.contents.get(name, "") for name in ("left out", "bad rows", "special")},
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens per step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} over "

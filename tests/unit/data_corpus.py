@@ -83,6 +83,10 @@ class LetterTokenizer:
 
     pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
     fingerprint = path = "letters"
+    special_in_text, special = "text", ()
+
+    def has_special(self, text: str) -> bool:
+        return False
 
     def beginnings(self, longest: int) -> LetterTokenizer:
         return self
@@ -163,5 +167,5 @@ def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
         ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]
         np.concatenate([np.empty(0, int), *ids]).astype(np.uint16).tofile(folder / name)
         np.cumsum([0, *map(len, ids)]).tofile((folder / name).with_suffix(ENDS))
-        np.array([number, len(ids), 0]).tofile((folder / name).with_suffix(FILES))
+        np.array([number, len(ids), 0, 0]).tofile((folder / name).with_suffix(FILES))
     return TokenSource(folder)
