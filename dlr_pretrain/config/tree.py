@@ -201,7 +201,11 @@ class Train:
 @dataclass
 class Eval:
     every: int = key("steps between evaluations; train.steps or more: only the last step is evaluated", 1000, ge=1)
-    tokens: int = key("real tokens of validation text; all of it, if there are fewer", 10_000_000, ge=1)
+    tokens: int = key(
+        "real tokens of validation text; all of it, if there are fewer. The last padded document is whole",
+        10_000_000,
+        ge=1,
+    )
     packing: Literal["packed", "pad"] = key("packed, or a padded document per sequence, as in published numbers", "pad")
 
 

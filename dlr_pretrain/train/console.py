@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,7 @@ from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
 LABEL_WIDTH = 12  # characters in the summary's first column
+NOTE_SECONDS = 30.0  # of an evaluation between two lines about its progress
 
 
 class Console:
@@ -31,6 +33,7 @@ class Console:
         self.live = enabled and self.stream.isatty()
         self.width = shutil.get_terminal_size((100, 24)).columns
         self._line_open = False
+        self._noted = time.monotonic()  # when this evaluation began, or its progress was last shown
 
     def say(self, text: str = "") -> None:
         """Write ``text`` on a line of its own."""
@@ -60,6 +63,15 @@ class Console:
             self.say(line)
         if evaluated:
             self.say(f"  eval  {evaluation(record)}")
+
+    def evaluating(self, share: float) -> None:
+        """Show the progress of a long evaluation, of which this share is done."""
+        now = time.monotonic()
+        if share == 0:
+            self._noted = now
+        elif now - self._noted >= NOTE_SECONDS:
+            self._noted = now
+            self.say(f"  eval  {share:.0%} done")
 
     def _progress(self, record: dict) -> str:
         t, step, speed = self.cfg.train, record["step"], record["perf/tokens_per_second"]
