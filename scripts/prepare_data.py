@@ -19,7 +19,7 @@ from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command, share
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.files import locked, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
@@ -55,7 +55,9 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
         if cfg.tokenizer.path is not None:
             rule = "--train-tokenizer makes its own"
             raise ConfigError([Problem("tokenizer.path", cfg.tokenizer.path, rule, "Leave one of them out")])
-        cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer, given.character_coverage))
+        with locked(given.output):  # another process may train it
+            path = own_tokenizer(source, given.output, given.train_tokenizer, given.character_coverage)
+        cfg.tokenizer.path = str(path)
     elif given.character_coverage != COVERAGE:
         raise UserError("--character-coverage is for --train-tokenizer. Add this, or leave it out")
     tokenizer = open_tokenizer(cfg, source)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact
+from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact, hub_error
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import copy_file, read_json, write_text
 
@@ -268,7 +268,10 @@ def _from_hub(name: str) -> Path:
             return folder
     fix = "Give a tokenizer with tokenizer.path=<file or folder>, or train offline with data=sample"
     first_contact(f"tokenizer.hub={name}", lambda: HfApi().model_info(name, timeout=FIRST_CONTACT_SECONDS), fix)
-    return Path(snapshot_download(name, allow_patterns=wanted))
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except OSError as error:  # the client's errors are OSErrors: a gated repository is described, but not given
+        raise hub_error(f"tokenizer.hub={name}", error, fix) from error
 
 
 def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:

@@ -1,6 +1,7 @@
 """Which files of a folder are for training, which for validation, and why others are left out."""
 
 import gzip
+import re
 from pathlib import Path
 
 import pyarrow
@@ -290,6 +291,9 @@ FIXED = {  # root, train_files, validation_files, and the commits of the address
     "train_files alone": (None, f"{HUB}/part-[02].jsonl", None, [(HUB, A, 0), (HUB, A, 2)]),
     "one revision": (None, f"{HUB}@main/part-0.jsonl", f"{HUB}@main/part-1.jsonl", [(HUB, A, 0), (HUB, A, 1)]),
     "another repository": (None, f"{HUB}/part-0.jsonl", f"{OTHER}@{B}/part-1.jsonl", [(HUB, A, 0), (OTHER, B, 1)]),
+    "a branch of the hub's own": (f"{HUB}@refs/convert/parquet", None, f"{HUB}@refs/convert/parquet/part-1.jsonl",
+                                  [(HUB, A, 0), (HUB, A, 2), (HUB, A, 1)]),
+    "a proposed change": (f"{HUB}@refs%2Fpr%2F12", None, None, [(HUB, A, 0), (HUB, A, 1), (HUB, A, 2)]),
     "the same name of another": (None, f"{HUB}/part-0.jsonl", f"{OTHER}@{B}/part-0.jsonl",
                                  [(HUB, A, 0), (OTHER, B, 0)]),
 }  # fmt: skip
@@ -307,6 +311,13 @@ def test_a_run_keeps_the_commit_of_all_its_files(hub, case):
     again = opened(root, A, **keys)
     assert addresses(again) == addresses(source) and again.version == A
     assert opened(root, **keys).version == hub.commit
+
+
+def test_a_revision_that_does_not_exist_names_the_key(hub):
+    hub.revisions = {"main", A}
+    rule = "Is there a revision my? data.revision also takes a branch with a slash in its name"
+    refused(rf"o/n: the Hugging Face hub .*{re.escape(rule)}", f"{HUB}@my/branch")
+    assert opened(HUB, data__revision="main").version == A
 
 
 def test_the_commit_of_validation_on_the_hub_is_kept(hub, tmp_path):

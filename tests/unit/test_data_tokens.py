@@ -346,6 +346,14 @@ def test_another_process_that_prepares_the_folder_is_named(root, model, tmp_path
     assert not (tmp_path / "tokens" / ".lock").exists()
 
 
+def test_a_tokenizer_is_not_trained_where_another_process_writes(root, tmp_path, capsys):
+    command = ("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--output", tmp_path / "tokens")
+    with locked(tmp_path / "tokens"):
+        assert main_of("prepare_data", *command) == EXIT_FAILED
+    said = capsys.readouterr()
+    assert f"is being written by process {os.getpid()} on " in said.err and "training" not in said.out
+
+
 class Deadly(TextSource):
     """A source whose readers are killed, as when memory runs out."""
 
