@@ -10,16 +10,18 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
-from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, read
+from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, key_of, read
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.config.written import shorter_run
-from dlr_pretrain.util.errors import Diverged, UserError, command, record_for_torchrun, report_error, say_once
+from dlr_pretrain.util import process
+from dlr_pretrain.util.errors import Diverged, Stopped, UserError, command, record_for_torchrun, report_error, say_once
 
 
 def main(run: Callable[[Config], float | None]) -> int:
@@ -70,10 +72,12 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> 
     A sweeper receives what ``run`` returns as a job's result. A sweep continues after a job that diverges, because that
     is a result, too, for example of a high learning rate.
     """
-    typed, diverged = sys.argv, []
+    typed, diverged, main_process = sys.argv, [], os.getpid()
 
     def task(composed: DictConfig) -> float | None:
         sys.argv = typed  # the run records the command line as typed
+        if os.getpid() != main_process:
+            process.prepare_worker()
         # An error that a user can fix ends the process here, because Hydra would print a traceback and exit with 1.
         try:
             cfg = configure(composed, HydraConfig.get(), line, world_size())
@@ -87,6 +91,9 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> 
             diverged.append(str(cfg.run.dir))
             return math.inf
         except UserError as error:
+            if process.is_worker and process.stop_requests:  # its end would end the other workers, unsaved
+                report_error(error)
+                return math.inf
             sys.exit(report_error(error))
         except Exception as error:
             if isinstance(error, OSError) and error.filename:  # a disk that is full or gone
@@ -95,7 +102,15 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> 
             raise
 
     sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag
-    hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
+    launcher = next((word for word in line.words if line.multirun and key_of(word) == "hydra/launcher"), "")
+    with process.passing_on_stops(queued="slurm" in launcher) if launcher else nullcontext([]) as asked:
+        try:
+            hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
+        except SystemExit:
+            if not asked:
+                raise
+    if asked:
+        raise Stopped("stopped (asked to stop); what had begun is saved. The same command continues")
     if diverged:
         say_once(f"error: these jobs of the sweep diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0

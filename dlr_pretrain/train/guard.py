@@ -63,11 +63,13 @@ class StopRequest(AbstractContextManager["StopRequest"]):
     def _ask(self, number: int, _frame: object) -> None:
         """The signal handler."""
         again, self.asked = self.asked, True
+        if process.is_worker:
+            process.stop_requests.append(number)  # for its later jobs
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if again:
             return
-        if self.trained or not self.ranks.heartbeat.step:
+        if (self.trained or not self.ranks.heartbeat.step) and not process.is_worker:
             stopped = _stopped(AFTER_TRAINING if self.trained else BEFORE_TRAINING)
             record_stop(self.ranks.heartbeat, stopped)
             exit_process(stopped, say=self.ranks.is_main)

@@ -15,14 +15,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from dlr_pretrain.util.process import spin_briefly
+from dlr_pretrain.util.process import STOPPED, spin_briefly
 from dlr_pretrain.util.secrets import redact
 
 EXIT_CONFIG = 2  # the configuration is wrong: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it diverged
 EXIT_LOST = 4  # a rank was lost or hangs, or data do not arrive: the same command continues
 EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one that no handler turns into a stop
-EXIT_STOPPED = 75  # stopped early; what had begun is saved: the same command continues
+EXIT_STOPPED = STOPPED  # stopped early; what had begun is saved: the same command continues
 FIXES = {  # by error number
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Change its permissions, or name another place"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-stop_requests: list[int] = []  # signals that arrived before the run installed its own handlers
+STOPPED = 75  # the exit code of a process that was asked to stop
+stop_requests: list[int] = []  # stop signals that this process has received
+is_worker = False  # whether a sweep's launcher has started this process: if it dies, the launcher kills the others
 
 
 def spin_briefly() -> None:
@@ -63,6 +68,64 @@ def prepare() -> None:
     _handle(lambda number, _frame: stop_requests.append(number))
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as it would be in the background
         signal.signal(signal.SIGINT, _leave)
+
+
+def prepare_worker() -> None:
+    """Call this first in each job of a worker of a sweep: stop signals are kept until the run can act on them."""
+    global is_worker
+    is_worker = True
+    _handle(lambda number, _frame: stop_requests.append(number))
+
+
+@contextmanager
+def passing_on_stops(queued: bool) -> Iterator[list[int]]:
+    """Within this context, pass stop signals on to the workers of a sweep; yields those received.
+
+    They are passed on as SIGTERM and again and again, to the processes below this one that handle it by then: a worker
+    that is still importing would die of it. Jobs that are ``queued`` get their signals from SLURM, so waiting for them
+    ends at once.
+    """
+    asked: list[int] = []
+    ended = threading.Event()
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        does = "the queued jobs of the sweep go on" if queued else "waiting until the jobs of the sweep have saved"
+        if not asked:
+            with suppress(OSError):
+                os.write(2, f"\nasked to stop: {does}\n".encode())
+        asked.append(number)
+        if queued:
+            os._exit(STOPPED)
+
+    def pass_on() -> None:
+        while not ended.wait(0.5):
+            for pid in descendants() if asked else ():
+                with suppress(OSError):
+                    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                    if caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
+                        os.kill(pid, signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    _handle(ask)
+    threading.Thread(target=pass_on, daemon=True).start()
+    try:
+        yield asked
+    finally:
+        ended.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def descendants() -> list[int]:
+    """The processes that this one has started, and those that they have (Linux)."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    below = [os.getpid()]
+    for above in below:
+        below += [pid for pid, parent in parents.items() if parent == above]
+    return below[1:]
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

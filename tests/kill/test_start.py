@@ -76,3 +76,18 @@ print(sorted(asked), process.stop_requests)
     done = subprocess.run([sys.executable, "-c", ignore, lines], capture_output=True, text=True)
     others = sorted({"SIGINT", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGUSR2"} - {ignored})
     assert done.stdout == f"{others} []\n", done.stderr
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_sweep_in_the_queue_is_no_longer_waited_for(number):
+    lines = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from dlr_pretrain.util import process
+process.prepare()
+with process.passing_on_stops(queued=True):
+    os.kill(os.getpid(), signal.{number})
+    threading.Event().wait()
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.returncode == EXIT_STOPPED and "the queued jobs of the sweep go on" in done.stderr

@@ -15,6 +15,7 @@ from data_corpus import make_config
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import files, gunzip, open_source, sample
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.util import errors
 from dlr_pretrain.util.errors import UserError
 
 
@@ -132,6 +133,6 @@ def test_a_silent_server_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(files, "FIRST_NOTE_SECONDS", 0.0)
     monkeypatch.setattr(files, "NOTE_SECONDS", 0.01)
     told = threading.Event()
-    monkeypatch.setattr(files, "write_to_stderr", lambda text: (print(text), told.set()))
+    monkeypatch.setattr(errors, "write_to_stderr", lambda text: (print(text), told.set()))
     assert files.retry(told.wait, "https://host/a") is True
     assert capfd.readouterr().out.startswith("note: no answer from https://host/a for 0 s")

@@ -206,20 +206,17 @@ def test_an_end_by_a_hang_is_recorded(tmp_path, monkeypatch, answers):
     monkeypatch.setattr(module, "exit_process", exit_process)
     own = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=0.001)))
     own.start(tmp_path, own.take(tmp_path))
-    with recorded_end(tmp_path, own):
+    with own, recorded_end(tmp_path, own):
         record_state(tmp_path, "running")
         if not answers:
             monkeypatch.setattr(module, "DISK_SECONDS", 0.1)
             monkeypatch.setattr(os, "fsync", lambda _: disk.wait())
         own.stepped(1)
         ended.wait()
-        said = str(told[0])
-        if answers:
-            assert (
-                record(tmp_path)["state"]["name"] == "failed" and "no step for" in record(tmp_path)["state"]["reason"]
-            )
-        else:
-            assert f"the disk of {tmp_path} does not answer. The same command continues" in said
-        assert told[0].exit_code == 4
         disk.set()
-    own.__exit__()
+        state = record(tmp_path)["state"]
+        if answers:
+            assert (state["name"], "no step for" in state["reason"]) == ("failed", True)
+        else:
+            assert f"the disk of {tmp_path} does not answer. The same command continues" in str(told[0])
+        assert told[0].exit_code == 4
