@@ -13,14 +13,15 @@ from tqdm import tqdm
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.command_line import typed
-from dlr_pretrain.data.prepare import make_tokens
-from dlr_pretrain.data.sample import train_tokenizer
+from dlr_pretrain.data.prepare import ROWS_LEFT_OUT, SPECIAL_TOKENS, make_tokens, plan
+from dlr_pretrain.data.sample import COVERAGE, MIN_COVERAGE, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
-from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command, share
+from dlr_pretrain.util.files import locked, write_durably
 from dlr_pretrain.util.process import cores
+from dlr_pretrain.util.text import plural
 
 OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # do not affect texts or tokens
 TRAINING_TEXT = 4_000_000  # characters that train a tokenizer; more text takes longer and changes little
@@ -35,9 +36,11 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
-    add("--workers", type=at_least_1, default=cores(), help="processes, a shard each (default: %(default)s)")
+    add("--workers", type=at_least_1, default=cores(), help="processes (default: %(default)s)")
     own = "use a sentencepiece model of this many tokens, trained on the first shards: <output>.<TOKENS>.model"
     add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=own)
+    about = "share of the text's characters that its tokens can express (default: %(default)s)"
+    add("--character-coverage", type=coverage, default=COVERAGE, metavar="SHARE", help=about)
     given, overrides = parser.parse_known_args()
     return command(lambda: run(given, overrides))
 
@@ -52,36 +55,54 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
         if cfg.tokenizer.path is not None:
             rule = "--train-tokenizer makes its own"
             raise ConfigError([Problem("tokenizer.path", cfg.tokenizer.path, rule, "Leave one of them out")])
-        cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
+        with locked(given.output):  # another process may train it
+            path = own_tokenizer(source, given.output, given.train_tokenizer, given.character_coverage)
+        cfg.tokenizer.path = str(path)
+    elif given.character_coverage != COVERAGE:
+        raise UserError("--character-coverage is for --train-tokenizer. Add this, or leave it out")
     tokenizer = open_tokenizer(cfg, source)
     say(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} tokens")
     if tokenizer.vocab_size < (given.train_tokenizer or 0):
         say(f"note        the text has too few different pieces for {given.train_tokenizer:,} tokens")
-    shards = len(source.train_shards) + len(source.validation_shards)
+    shards = len(plan(source))
     kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
     again = f" ({kept} shards were already there)" if kept else ""
     say(f"finished    {given.output}, of {made.describe()}{again}")
+    for name in (ROWS_LEFT_OUT, SPECIAL_TOKENS):
+        if name in made.contents:
+            say(f"{name:<12}{made.contents[name]}")
     say(f"\n    add to your command: data=tokens data.root={given.output}")
 
 
-def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
+def coverage(text: str) -> float:
+    """Converts --character-coverage."""
+    if share(text) < MIN_COVERAGE:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number from {MIN_COVERAGE} to 1")
+    return float(text)
+
+
+def own_tokenizer(source: TextSource, output: Path, size: int, coverage: float) -> Path:
     """The sentencepiece model beside ``output``, trained on the first texts of ``source`` unless it exists."""
-    path = output.with_name(f"{output.name}.{size}.model")
+    path = output.with_name(f"{output.name}.{size}{'' if coverage == COVERAGE else f'-{coverage:g}'}.model")
     if path.exists():
         say(f"using the tokenizer that was trained earlier: {path}")
         return path
-    say(f"training a tokenizer of {size:,} tokens: {path}")
-    texts, characters = [], 0
-    for text in (text for shard in source.train_shards for text in source.read(shard) if text):
-        texts.append(text)
-        if (characters := characters + len(text)) > TRAINING_TEXT:
+    texts, left, names = [], TRAINING_TEXT, set()
+    for name, text in ((file, text) for file in source.train_shards for text in source.read(file) if text):
+        names.add(name)
+        texts.append(text[:left])
+        left -= len(texts[-1])
+        if not left:
             break
+    seen = f"{plural(len(texts), 'document')} in {len(names):,} of {plural(len(source.train_shards), 'file')}"
+    say(f"training a tokenizer of {size:,} tokens on {TRAINING_TEXT - left:,} characters ({seen}): {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_durably(path, train_tokenizer(texts, size))
-    except RuntimeError as error:  # raised by sentencepiece
-        raise UserError(f"a tokenizer of {size} tokens cannot be trained on these texts: {error}") from None
+        write_durably(path, train_tokenizer(texts, size, coverage))
+    except UserError as error:
+        fix = "Give --train-tokenizer a larger number, or lower --character-coverage"
+        raise UserError(f"{error} (--character-coverage={coverage:g}). {fix}") from None
     return path
 
 

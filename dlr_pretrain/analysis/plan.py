@@ -13,6 +13,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
                       chooses its own; micro_batch is then the scale's), micro_batches (per rank and update), seq_len,
                       positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
+    evaluations       count; tokens of each at most; share (of the FLOPs of training, forward alone, without padding)
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
                       which a GPU waits for others, on top of hours; null in fp32
     paper             what the paper prints for this method at this scale (or null). table1: its memory is an estimate
@@ -45,7 +46,7 @@ from dlr_pretrain.models.memory import memory
 from dlr_pretrain.models.residual import strengths
 from dlr_pretrain.optim.optimizer import checkpoint_bytes, state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
-from dlr_pretrain.util.text import amount, fill
+from dlr_pretrain.util.text import amount, fill, plural
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
 # Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
@@ -83,7 +84,7 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
     vocab_size = cfg.planned_vocab_size
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
-    tokens = cfg.train.steps * positions
+    tokens, evaluations = cfg.train.steps * positions, -(-cfg.train.steps // cfg.eval.every)
     flops = flops_per_token(cfg, vocab_size, micro_batch)
     shares = dict.fromkeys(utilisations(cfg, flops, ranks)) if mfu is None else [mfu]
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
@@ -109,6 +110,11 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
         "steps": cfg.train.steps,
         "warmup_steps": cfg.warmup_steps,
         "tokens": tokens,
+        "evaluations": {
+            "count": evaluations,
+            "tokens": cfg.eval.tokens,
+            "share": evaluations * cfg.eval.tokens / (3 * tokens),
+        },
         "speed": _speed(cfg, vocab_size, ranks, flops, shares),
         "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
@@ -284,7 +290,8 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
         yield "time", f"not estimated: the known peaks are for bf16 matrix products, not for {run['precision']}"
     else:
         gpus = f"{batch['ranks']} x {speed['gpu']}, {PEAK_FLOPS[speed['gpu']] / 1e12:.0f} TFLOP/s each"
-        means = "from FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
+        means, e = "from FLOPs and an assumed utilisation (MFU), without checkpoints and compilation", p["evaluations"]
+        means += f"; {plural(e['count'], 'evaluation')} of {amount(e['tokens'])} tokens add {e['share']:.1%} or more"
         means += "; the estimated waiting for other GPUs comes on top" if batch["ranks"] > 1 else ""
         yield "time", f"on {gpus}, {means}"
         for e in speed["estimates"]:

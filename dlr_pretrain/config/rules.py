@@ -39,7 +39,7 @@ READ_IF: list[tuple] = [
     ("train.lr_decay", "optimizer.schedule", "cosine"),  # also train.lr_decay_steps
     ("train.max_skipped", "train.on_nonfinite", "skip"),
     *((f"data.{name}", "data.source", "local")
-      for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "cache")),
+      for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "special_tokens", "cache")),
     ("data.held_out", "data.source", "local", "sample"),
     ("data.held_out", "data.validation_files", None),
     ("tokenizer.hub", "data.source", "local"),

@@ -154,6 +154,9 @@ class Data:
         "what counts as a document in a .txt file; blank lines end a paragraph", "file"
     )
     bad_rows: Literal["stop", "skip"] = key("rows without text end the run, or are left out", "stop")
+    special_tokens: Literal["text", "tokens"] = key(
+        "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens", "text"
+    )
     streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
     seed: int = key("seed of the order of documents, and of nothing else", 42, ge=0, le=2**32 - 1)
     packing: Literal["packed", "pad"] = key("joined documents, or one truncated document per sequence", "packed")
@@ -198,7 +201,11 @@ class Train:
 @dataclass
 class Eval:
     every: int = key("steps between evaluations; train.steps or more: only the last step is evaluated", 1000, ge=1)
-    tokens: int = key("real tokens of validation text; all of it, if there are fewer", 10_000_000, ge=1)
+    tokens: int = key(
+        "real tokens of validation text; all of it, if there are fewer. The last padded document is whole",
+        10_000_000,
+        ge=1,
+    )
     packing: Literal["packed", "pad"] = key("packed, or a padded document per sequence, as in published numbers", "pad")
 
 

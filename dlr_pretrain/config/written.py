@@ -46,7 +46,8 @@ CHANGEABLE = (
 # that text and tokenizer stay the same.
 ORIGIN = {
     *("data.source", "data.root", "data.train_files", "data.validation_files", "data.text_key"),
-    *("data.held_out", "data.document", "data.bad_rows", "tokenizer.path", "tokenizer.hub"),
+    *("data.held_out", "data.document", "data.bad_rows", "data.special_tokens"),
+    *("tokenizer.path", "tokenizer.hub"),
 }
 
 

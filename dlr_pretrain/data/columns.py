@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO
 
@@ -16,28 +17,46 @@ BATCH_ROWS = 256
 ARROW_FILE = b"ARROW1"  # the first bytes of an arrow file; a stream lacks them
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of ``count`` parts of a file that are about equal."""
+
+    index: int
+    count: int
+
+    def span(self, size: int) -> tuple[int, int]:
+        """Where the part begins and ends in a file of ``size`` bytes, batches or row groups."""
+        return size * self.index // self.count, size * (self.index + 1) // self.count
+
+
+WHOLE = Part(0, 1)
+
+
 def field_path(text_key: str, fields: Collection[str]) -> Sequence[str]:
     """The nested fields that lead to the text. A dot in ``text_key`` separates them, unless a field has that name."""
     return [text_key] if text_key in fields else text_key.split(".")
 
 
-def read_texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[bytes | None]:
-    """Yields the texts from row ``start`` on. Reads only the text column, and skips earlier parquet row groups.
+def read_texts(
+    address: str, kind: str, stream: BinaryIO, text_key: str, start: int, part: Part = WHOLE
+) -> Iterator[bytes | None]:
+    """Yields the texts of a part from row ``start`` on. Reads only the text column, and skips earlier row groups.
 
     Raises UserError if the column is missing or does not hold text.
     """
-    batches: Any = _arrow_batches(stream) if kind == "arrow" else None
+    batches: Any = _arrow_batches(stream, part) if kind == "arrow" else None
     if kind == "parquet":
         from pyarrow import parquet
 
-        opened, group = parquet.ParquetFile(stream), 0
-        while group < opened.num_row_groups and start >= (size := opened.metadata.row_group(group).num_rows):
+        opened = parquet.ParquetFile(stream)
+        group, last = part.span(opened.num_row_groups)
+        while group < last and start >= (size := opened.metadata.row_group(group).num_rows):
             group, start = group + 1, start - size
         names = opened.schema_arrow.names
         column = field_path(text_key, names)[0]
         columns = [column] if column in names else names  # all columns: the error lists them
         # One group at a time: pyarrow cannot join the dictionaries of several groups inside a nested field.
-        groups = ([number] for number in range(group, opened.num_row_groups))
+        groups = ([number] for number in range(group, last))
         batches = chain.from_iterable(opened.iter_batches(BATCH_ROWS, one, columns) for one in groups)
     for batch in batches:
         if start < len(batch):  # the column of an empty file may have any type
@@ -53,15 +72,18 @@ def count_rows(kind: str, stream: BinaryIO) -> int:
     return sum(map(len, _arrow_batches(stream)))
 
 
-def _arrow_batches(stream: BinaryIO) -> Iterator[Any]:
+def _arrow_batches(stream: BinaryIO, part: Part = WHOLE) -> Iterator[Any]:
     import pyarrow
 
     magic = stream.read(len(ARROW_FILE))
     stream.seek(0)
     if magic == ARROW_FILE:
         opened = pyarrow.ipc.open_file(stream)
-        return map(opened.get_batch, range(opened.num_record_batches))
-    return iter(pyarrow.ipc.open_stream(stream))
+        return map(opened.get_batch, range(*part.span(opened.num_record_batches)))
+    if part == WHOLE:
+        return iter(pyarrow.ipc.open_stream(stream))
+    batches = list(pyarrow.ipc.open_stream(pyarrow.memory_map(stream.name)))  # does not read their contents
+    return iter(batches[slice(*part.span(len(batches)))])
 
 
 def _texts_of_batch(address: str, batch: Any, text_key: str) -> list[bytes | None]:

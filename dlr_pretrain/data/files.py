@@ -41,8 +41,9 @@ FIRST_NOTE_SECONDS, NOTE_SECONDS = 10.0, 60.0  # of silence before the first not
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL_STATUSES = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
+OPEN_GATE = "Accept its terms on its page at huggingface.co, and set HF_TOKEN to a token of that account"
 DRAFT_EXPIRY_SECONDS = 86_400.0  # an older draft is left over from a process that was killed
-HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*|$)")
+HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@(refs/(?:convert/\w+|pr/\d+)|[^/]+))?(/.*|$)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
 HIDDEN = re.compile(r"(?:^|/)\.")
@@ -265,6 +266,9 @@ def _commit(repository: str, revision: str | None) -> str | None:
 
     name, seconds = repository.removeprefix("hf://datasets/"), FIRST_CONTACT_SECONDS
     fix = "Offline, use data=sample, or data=local data.root=<folder of the shards>"
+    if revision is not None:
+        fix = f"Is there a revision {revision}? data.revision also takes a branch with a slash in its name. {fix}"
+    revision = unquote(revision) if revision else None  # in an address a slash may be written as %2F
     return first_contact(name, lambda: HfApi().dataset_info(name, revision=revision, timeout=seconds), fix).sha
 
 
@@ -275,8 +279,15 @@ def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
         with _noting_silence(name), ThreadPool(1) as pool:
             return _retried(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, seconds=0.0)
     except Exception as error:  # the types differ between versions of the client
-        rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
-        raise UserError(f"{name}: {rule}. {fix}") from error
+        raise hub_error(name, error, fix) from error
+
+
+def hub_error(name: str, error: Exception, fix: str) -> UserError:
+    """The error for a repository that the hub does not give."""
+    rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
+    if type(error).__name__ == "GatedRepoError":
+        rule, fix = "its owner asks for an agreement", OPEN_GATE
+    return UserError(f"{name}: {rule}. {fix}")
 
 
 def retry(ask: Callable[[], T], name: str) -> T:
@@ -287,6 +298,8 @@ def retry(ask: Callable[[], T], name: str) -> T:
     except UserError:
         raise
     except Exception as error:  # socket errors are OSErrors as well, but do not concern a disk
+        if type(error).__name__ == "GatedRepoError":
+            raise hub_error(name, error, OPEN_GATE) from error
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 

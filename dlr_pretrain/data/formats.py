@@ -45,6 +45,10 @@ def unreadable(file: File, error: Exception, where: str = "") -> UserError:
     """Turns one of ``DAMAGED`` into an error that names the file, and says whether disk or content is at fault."""
     if isinstance(error, OSError) and error.errno:
         return file_error(OSError(error.errno, f"cannot be read{where}: {os.strerror(error.errno)}", file.address))
+    if "requires too much memory" in str(error):  # pyarrow's reader of zstd does not take a limit
+        rule = "was compressed with a window above 128 MB, as by zstd --long=31 or --ultra"
+        fix = "Compress it again: zstd -dc --long=31 FILE | zstd -o NEW_FILE"
+        return UserError(f"{file.address}: {rule}, which this reader does not support. {fix}")
     return UserError(f"{file.address}: damaged or cut off{where} ({first_line(error)}). {FETCH}")
 
 

@@ -191,18 +191,22 @@ class ValidationSet:
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
     """The first validation documents in file order that reach ``eval.tokens`` real tokens, or else all of them.
 
+    Packed text ends with that token. A padded document stays whole: it fills one sequence.
     Raises UserError if they have no text.
     """
+    wanted = max(2, cfg.eval.tokens)  # a single token has no target
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, found, has_text = [], 0, False
     for tokens, starts in source.validation(tokenizer):
         ends = np.append(starts[1:], len(tokens))
         real = found + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
-        last = min(int(np.searchsorted(real, cfg.eval.tokens)), len(real) - 1)
+        last = min(int(np.searchsorted(real, wanted)), len(real) - 1)
         tokens, starts, found = tokens[: ends[last]], starts[: last + 1], int(real[last])
+        if not pad and found > wanted:
+            tokens, found = tokens[: wanted - found], wanted
         parts.append(padded_documents(tokens, starts, seq_len, tokenizer.pad_id, tokenizer.eos_id) if pad else tokens)
         has_text = has_text or len(tokens) > len(starts)
-        if found >= cfg.eval.tokens:
+        if found >= wanted:
             break
     if not has_text:
         raise _no_validation_text(cfg, source)

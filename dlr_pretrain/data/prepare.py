@@ -1,5 +1,9 @@
 """Writes folders of tokens: for ``scripts/prepare_data.py``, and for small texts when a run starts.
 
+Shards of tokens have a size of their own: many small files share one, and a large file fills several. How the text is
+divided depends on the names and sizes of its files alone, so any number of processes writes the same shards. A process
+tokenises a job, a smaller division of the text, into drafts, and the drafts of a shard are joined in order.
+
 The manifest is written first, and the ids of a shard before its ends. A kill at any point leaves finished shards, which
 the same command keeps.
 """
@@ -12,33 +16,44 @@ import multiprocessing
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlr_pretrain.data import tokens
-from dlr_pretrain.data.files import created_atomically, user_cache
-from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.columns import Part
+from dlr_pretrain.data.files import File, created_atomically, user_cache
+from dlr_pretrain.data.formats import COMPRESSIONS, TABLES, kind_of
+from dlr_pretrain.data.sources import TextSource, nothing_remains
 from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
 from dlr_pretrain.util.files import draft_of, locked, refuse_foreign, sync, write_durably
 from dlr_pretrain.util.process import cores
-from dlr_pretrain.util.text import plural
+from dlr_pretrain.util.text import plural, shortened
 
 SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: about ten seconds for sentencepiece
 FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
 MANY_READS = 2.0  # reads of a streamed text per epoch from which on a remark is printed
-PARALLEL_CHARACTERS = 1 << 24  # above this, worker processes pay off
-SUFFIXES = (tokens.TOKENS, tokens.SUMS, tokens.ENDS)  # in the order of writing: a shard is complete once its ends exist
+SHARD_BYTES = 400_000_000  # of text in a shard, about 100M tokens
+ROWS_LEFT_OUT, SPECIAL_TOKENS = "bad rows", "special"  # in the contents of a folder
+FIRST_TEXTS = 1000  # of a streamed text, in which special tokens are counted
+JOB_BYTES = 8 << 20  # of text in a job: about a second for sentencepiece
+FILE_BYTES = 4 << 10  # of text that is tokenised in the time in which a file is opened
+DENSITY = 3  # bytes of text in each byte of a compressed file or a table
+PARALLEL_JOBS = 3  # from this many on, worker processes pay off
+SUFFIXES = (tokens.TOKENS, tokens.FILES, tokens.SUMS, tokens.ENDS)  # as they are written: the ends complete a shard
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces damaged tokens"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # one per worker
+_work: list[Callable[[Any], list[Draft]]] = []  # of this worker: one function
 
 
 def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
@@ -57,15 +72,69 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
         raise UserError(f"{output}: {first_line(error)}. Use fewer --workers if memory ran out. {again}") from error
 
 
+class FilePart(NamedTuple):
+    """A part of a file of the source."""
+
+    number: int  # of the file among those of its split
+    name: str
+    part: Part
+
+
+Job = list[FilePart]  # what a process tokenises at once
+Shard = tuple[list[str], list[Job]]  # the name of a shard, with that of its held-out documents, and its jobs
+
+
+class Draft(NamedTuple):
+    """The tokens of a job's documents that belong to one split."""
+
+    path: Path  # of the ids
+    lengths: np.ndarray  # int64 [documents]
+    files: np.ndarray  # int64 [n, 4], see ``tokens``
+
+
+def plan(source: TextSource) -> list[Shard]:
+    """How the text of a source is divided. This depends on the names and sizes of its files alone."""
+    train = _divide(source.chosen.train, source.data.document)
+    validation = _divide(source.chosen.validation, source.data.document)
+    names = tokens.shard_names("train", len(train))
+    if source.holds_out:
+        pairs = zip(names, tokens.shard_names("validation", len(train)), strict=True)
+        return [(list(pair), jobs) for pair, jobs in zip(pairs, train, strict=True)]
+    names += tokens.shard_names("validation", len(validation))
+    return [([name], jobs) for name, jobs in zip(names, train + validation, strict=True)]
+
+
+def _divide(files: Sequence[File], document: str) -> list[list[Job]]:
+    """The jobs of each shard."""
+    parts, costs = [], []
+    for number, file in enumerate(files):
+        kind, packed = kind_of(file.name), file.name.lower().endswith(COMPRESSIONS)
+        size = JOB_BYTES if file.size is None else file.size * (DENSITY if packed or kind in TABLES.values() else 1)
+        can_cut = file.is_local and not packed and (kind != "text" or document == "paragraph")
+        count = max(1, -(-size // JOB_BYTES)) if can_cut else 1
+        parts += [FilePart(number, file.name, Part(i, count)) for i in range(count)]
+        costs += [size // count + FILE_BYTES] * count
+    total, before = sum(costs), 0
+    count = max(1, round(total / SHARD_BYTES))
+    jobs: dict[tuple[int, int], Job] = {}
+    for one, cost in zip(parts, costs, strict=True):
+        jobs.setdefault((before * count // total, before // JOB_BYTES), []).append(one)
+        before += cost
+    shards: dict[int, list[Job]] = {}
+    for (shard, _), job in jobs.items():
+        shards.setdefault(shard, []).append(job)
+    return list(shards.values())
+
+
 def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
     """As ``make_tokens``, but raises OSError and BrokenProcessPool as they are."""
-    train, validation = source.train_shards, source.validation_shards
-    names = (*tokens.shard_names("train", len(train)), *tokens.shard_names("validation", len(validation)))
+    shards = plan(source)
+    names = [name for shard_names, _ in shards for name in shard_names]
     manifest = {
         "format": tokens.FORMAT,
         "source": source.fingerprint,
         "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
-        "shards": {"train": len(train), "validation": len(validation)},
+        "shards": {split: sum(name.startswith(split) for name in names) for split in ("train", "validation")},
         "made_from": source.describe(),
         "contents": source.contents,
     }
@@ -74,16 +143,54 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     # The fork server has none of this process's threads, and imports modules once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts workers on demand
-        complete = partial(_complete, source, output)
-        yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
-    for suffix in SUFFIXES:
-        for draft in output.glob(f".*{suffix}.tmp*"):
-            draft.unlink(missing_ok=True)
+    work = partial(_tokenise_job, source, output)
+    with ProcessPoolExecutor(workers, context, _start_worker, (work,)) as pool:  # starts workers on demand
+        parallel = workers > 1 and sum(len(jobs) for _, jobs in shards) >= PARALLEL_JOBS
+        mapped = pool.map if parallel else map
+        whole = list(mapped(partial(_is_whole, output), [names for names, _ in shards]))
+        todo = [(names, job) for (names, jobs), done in zip(shards, whole, strict=True) if not done for job in jobs]
+        results = mapped(_call if parallel else work, todo)
+        for (names, jobs), done in zip(shards, whole, strict=True):
+            if not done:
+                for name, drafts in zip(names, zip(*(next(results) for _ in jobs), strict=True), strict=True):
+                    _join(output / name, drafts)
+            yield done
+    if counted := _counted(source, tokenizer, TokenSource(output)):
+        manifest["contents"] = source.contents | counted
+        write_durably(output / tokens.MANIFEST, json.dumps(manifest, indent=1))
+    for draft in output.glob(".*.tmp*"):
+        draft.unlink(missing_ok=True)
 
 
-def _end_with_parent() -> None:
-    """End this worker when its parent process is killed."""
+def _counted(source: TextSource, tokenizer: Tokenizer, made: TokenSource) -> dict[str, str]:
+    """What is known once all text has been read, for ``contents``. Raises UserError if no row of a file remains."""
+    train, validation = made.files(made.train_shards), made.files(made.validation_shards)
+    special = int(train[:, 1].sum() + validation[:, 1].sum())
+    if source.holds_out and not source.splits_document:
+        train[:, 0] += validation[:, 0]
+    parts, total = [], 0
+    for files, counts in ((source.chosen.train, train), (source.chosen.validation, validation)):
+        for file, (documents, _, left_out) in zip(files, counts.tolist(), strict=False):
+            if left_out:
+                parts.append(f"{left_out:,} of {documents + left_out:,} in {file.name}")
+                total += left_out
+                if not documents:
+                    raise nothing_remains(file, left_out, "none has a text")
+    counted = {ROWS_LEFT_OUT: f"{total:,} left out: {', '.join(shortened(parts))}"} if parts else {}
+    return counted | _special_tokens(tokenizer, special, "")
+
+
+def _special_tokens(tokenizer: Tokenizer, texts: int, of: str) -> dict[str, str]:
+    """For ``contents``: how many texts hold special tokens, and what these count as."""
+    choice, some = tokenizer.special_in_text, [*tokenizer.special[:3], *["..."] * (len(tokenizer.special) > 3)]
+    read = f"read as {'ordinary characters' if choice == 'text' else 'tokens'} (data.special_tokens={choice})"
+    said = f"{plural(texts, 'text')}{of} with special tokens ({', '.join(some)}), {read}"
+    return {SPECIAL_TOKENS: said} if texts else {}
+
+
+def _start_worker(work: Callable[[Any], list[Draft]]) -> None:
+    """Give this worker its work, and end it when its parent process is killed."""
+    _work.append(work)
 
     def wait() -> None:
         if parent := multiprocessing.parent_process():
@@ -91,6 +198,11 @@ def _end_with_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _call(given: tuple[list[str], Job]) -> list[Draft]:
+    """Do this worker's work. The source is sent to each worker once, because it may have many files."""
+    return _work[0](given)
 
 
 def _claim(output: Path, manifest: dict) -> None:
@@ -104,32 +216,71 @@ def _claim(output: Path, manifest: dict) -> None:
     if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
         rule = f"holds the tokens of another source or tokenizer ({there['made_from']})"
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
+    if there["format"] != tokens.FORMAT or there["shards"] != manifest["shards"]:
+        rule = "holds tokens of an older version, which this version reads but does not continue"
+        raise UserError(f"{output}: {rule}. If it is finished, train with data=tokens; else name a new folder")
 
 
-def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
-    """Write the token shard ``name`` unless a sound one exists. Returns whether one existed."""
-    path, tokenizer = output / name, _tokenizer(output / tokens.TOKENIZER)
+def _is_whole(output: Path, names: Iterable[str]) -> bool:
+    """Whether sound token shards with these names exist."""
+    vocab_size = _tokenizer(output / tokens.TOKENIZER).vocab_size
     try:
-        tokens.open_shard(path, tokenizer.vocab_size)
-        tokens.verify_checksums(path)
+        for path in (output / name for name in names):
+            tokens.open_shard(path, vocab_size)
+            tokens.verify_checksums(path)
     except (OSError, ValueError):
-        _write(source, shard, tokenizer, path)
         return False
     return True
 
 
-def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write the files of a token shard to drafts, which are renamed once they are on the disk, ends last."""
-    lengths = [np.zeros(1, np.int64)]
+def _tokenise_job(source: TextSource, output: Path, given: tuple[list[str], Job]) -> list[Draft]:
+    """Tokenise a job of the shard with these names: its documents, and if there are two names, those held out."""
+    names, job = given
+    tokenizer, first = _tokenizer(output / tokens.TOKENIZER), job[0]
+    held_out: list[str] = []
+    files = np.zeros((2, len(job), 4), np.int64)
+
+    def texts() -> Iterator[str]:
+        for row, (number, name, part) in enumerate(job):
+            files[:, row, 0] = number
+            for texts in source.divided(name, part):
+                for split, text in enumerate(texts):
+                    if text is not None:
+                        files[split, row, 1:3] += 1, tokenizer.has_special(text)
+                files[0, row, 3] += texts == (None, None)
+                if texts[1] is not None:
+                    held_out.append(texts[1])
+                if texts[0] is not None:
+                    yield texts[0]
+
+    drafts = []
+    for name, documents, table in zip(names, (texts(), held_out), files, strict=False):
+        path = draft_of(output / f"{Path(name).stem}-{first.number}-{first.part.index}{tokens.TOKENS}")
+        lengths = [np.empty(0, np.int64)]
+        with naming(path), path.open("wb") as file:
+            for ids, starts in tokenise_in_chunks(documents, tokenizer):
+                file.write(ids.data)
+                lengths.append(np.diff(starts, append=len(ids)))
+        drafts.append(Draft(path, np.concatenate(lengths), table))
+    return drafts
+
+
+def _join(path: Path, parts: Sequence[Draft]) -> None:
+    """Join drafts to the files of a token shard, which are renamed once they are on the disk, ends last."""
     drafts = {suffix: draft_of(path.with_suffix(suffix)) for suffix in SUFFIXES}
-    with naming(path), drafts[tokens.TOKENS].open("wb") as file:
-        for ids, starts in tokenise_in_chunks(source.read(shard), tokenizer):
-            file.write(ids.data)
-            lengths.append(np.diff(starts, append=len(ids)))
-    with naming(path.with_suffix(tokens.ENDS)):
-        drafts[tokens.ENDS].write_bytes(np.concatenate(lengths).cumsum().data)
+    with naming(path), drafts[tokens.TOKENS].open("wb") as joined:
+        for part in parts:
+            with part.path.open("rb") as file:
+                shutil.copyfileobj(file, joined, 1 << 20)
+            part.path.unlink()
+    ends = np.cumsum(np.concatenate(([0], *(part.lengths for part in parts))), dtype=np.int64)
+    contents = {tokens.ENDS: ends.data, tokens.FILES: np.concatenate([part.files for part in parts]).data}
+    for suffix, content in contents.items():
+        with naming(path.with_suffix(suffix)):
+            drafts[suffix].write_bytes(content)
+    sums = tokens.checksums(path, {suffix: drafts[suffix] for suffix in (tokens.TOKENS, *contents)})
     with naming(path.with_suffix(tokens.SUMS)):
-        drafts[tokens.SUMS].write_bytes(tokens.checksums(path, drafts[tokens.TOKENS], drafts[tokens.ENDS]))
+        drafts[tokens.SUMS].write_bytes(sums)
     for suffix in SUFFIXES:
         sync(drafts[suffix])
         os.replace(drafts[suffix], path.with_suffix(suffix))
@@ -147,6 +298,9 @@ def tokenised_once(
     characters = sum(source.sizes(packed=True))
     if characters > SMALL_CHARACTERS and sum(source.sizes(packed=False)) >= FEW_DOCUMENTS * streams:
         source.remark = _cost(source, streams)
+        first = list(filter(None, islice(source.read(source.train_shards[0]), FIRST_TEXTS)))
+        special = sum(map(tokenizer.has_special, first))
+        source.contents |= _special_tokens(tokenizer, special, f" of the first {len(first):,}")
         return source
     cache = Path(source.data.cache or user_cache()) / "tokens"
     key = json.dumps([tokens.FORMAT, source.state(), tokenizer.fingerprint])
@@ -156,7 +310,7 @@ def tokenised_once(
         say(f"tokenising the text (about {characters / 1e6:.3g} MB) once, into {folder}")
         try:
             with created_atomically(folder) as draft:
-                list(_tokenise(source, tokenizer, draft, cores() if characters > PARALLEL_CHARACTERS else 1))
+                list(_tokenise(source, tokenizer, draft, cores()))
                 if _cached_tokens(folder) is None:
                     shutil.rmtree(folder, ignore_errors=True)  # damaged or missing
         except (OSError, BrokenProcessPool) as error:
@@ -164,7 +318,10 @@ def tokenised_once(
             rule = f"the tokens of the text cannot be written here: {first_line(said)}"
             raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
         made = TokenSource(folder, OTHER_CACHE)
-    made.version, made.versions, made.contents = source.version, source.versions, source.contents
+    made.version, made.versions = source.version, source.versions
+    made.contents = source.contents | {
+        name: text for name, text in made.contents.items() if name in (ROWS_LEFT_OUT, SPECIAL_TOKENS)
+    }
     return made
 
 

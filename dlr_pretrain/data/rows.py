@@ -1,8 +1,9 @@
 """The rows of a file, whatever its format, and the text of each.
 
 A row is a line of JSON, a whole text, a paragraph, or a field of a table. Parquet files, and JSON lines in gzip files,
-can be read from near any row; other files only from their start. Text is UTF-8. Bytes that are not UTF-8 become
-U+FFFD, and a file with more than a few of them is refused.
+can be read from near any row; other files only from their start. Several processes can share a file without
+compression: each reads a part. Text is UTF-8. Bytes that are not UTF-8 become U+FFFD, and a file with more than a few
+of them is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import columns, gunzip
+from dlr_pretrain.data.columns import WHOLE, Part
 from dlr_pretrain.data.files import File, index_path, open_file
 from dlr_pretrain.data.formats import BOM, DAMAGED, TABLES, decompressed, sniff, unreadable
 from dlr_pretrain.util.errors import UserError
@@ -39,11 +41,17 @@ class Row(NamedTuple):
     file: File
     kind: str
     text_key: str
+    part: Part = WHOLE  # of the file, in which rows are numbered
 
     def where(self) -> str:
-        """The row's name in messages."""
-        line = f" (line {self.number + 1})" if self.kind == "lines" else ""
-        return f"{self.file.address}: document {self.number}{line}"
+        """The row's name in messages. Only these need the number of rows in the parts before this one."""
+        number = self.number
+        for index in range(self.part.index):
+            with open_file(self.file) as stream:
+                before = _contents(self.file, self.kind, stream, self.text_key, 0, Part(index, self.part.count))
+                number += sum(1 for _ in before)
+        line = f" (line {number + 1})" if self.kind == "lines" else ""
+        return f"{self.file.address}: document {number}{line}"
 
     def text(self) -> str:
         """The text; a blank line is an empty document. Raises a UserError that names the row if the row has no text."""
@@ -77,27 +85,33 @@ class Row(NamedTuple):
         return value
 
 
-def read_rows(file: File, data: Data, start: int = 0) -> Iterator[Row]:
-    """Yields the rows of a file from ``start`` on.
+def read_rows(file: File, data: Data, start: int = 0, part: Part = WHOLE) -> Iterator[Row]:
+    """Yields the rows of a file, or of a part of it, from ``start`` on. Its parts together have each row once.
 
-    Raises UserError if the file is damaged, is in another encoding, or has no column of text. ``data.bad_rows`` does
-    not apply to these errors: they concern the file, and nearly all of its rows.
+    The first part of a file that cannot be cut is the whole file, and its other parts are empty. Raises UserError if
+    the file is damaged, is in another encoding, or has no column of text. ``data.bad_rows`` does not apply to these
+    errors: they concern the file, and nearly all of its rows.
     """
     with open_file(file, data.cache) as stream:
         kind, compression = sniff(file, stream, data)
         encoding, number = EncodingCheck(), start
+        if compression or kind == "text":
+            if part.index:
+                return
+            part = WHOLE
         try:
             if (kind, compression) == ("lines", ".gz"):
                 contents: Iterator[bytes | None] = gunzip.lines(stream, index_path(file, data.cache), start)
             else:
-                contents = _contents(file, kind, decompressed(stream, compression), data.text_key, start)
+                contents = _contents(file, kind, decompressed(stream, compression), data.text_key, start, part)
             for number, content in enumerate(contents, start + 1):
                 text = None if content is None else content.decode("utf-8", "replace")
-                row = Row(number - 1, text, file, kind, data.text_key)
+                row = Row(number - 1, text, file, kind, data.text_key, part)
                 encoding.count(row, content)
                 yield row
         except DAMAGED as error:
-            raise unreadable(file, error, f" after document {number}") from error
+            where = f" after document {number}" if part == WHOLE else ""
+            raise unreadable(file, error, where) from error
         if start == 0:  # a resume near the end must not judge a large file by its last rows
             encoding.judge(strays=0)
 
@@ -108,14 +122,34 @@ def read_head_rows(file: File, kind: str, head: bytes, data: Data) -> Iterator[R
         yield Row(number, (content or b"").decode("utf-8", "replace"), file, kind, data.text_key)
 
 
-def _contents(file: File, kind: str, stream: Any, text_key: str, start: int) -> Iterator[bytes | None]:
-    """The rows of a decompressed stream from ``start`` on, as bytes; None where a table has null."""
+def _contents(
+    file: File, kind: str, stream: Any, text_key: str, start: int, part: Part = WHOLE
+) -> Iterator[bytes | None]:
+    """The rows of a part of a decompressed stream from ``start`` on, as bytes; None where a table has null."""
     if kind in TABLES.values():
-        return columns.read_texts(file.address, kind, stream, text_key, start)
+        return columns.read_texts(file.address, kind, stream, text_key, start, part)
     if kind == "text":
         return iter([stream.read().removeprefix(BOM)][start:])
-    lines = _bounded_lines(io.BufferedReader(stream, READ_BYTES))
+    buffered = io.BufferedReader(stream, READ_BYTES)
+    lines = _bounded_lines(buffered) if part == WHOLE else _lines_of_part(buffered, part, kind == "paragraphs")
     return islice(_paragraphs(lines) if kind == "paragraphs" else lines, start, None)
+
+
+def _lines_of_part(stream: Any, part: Part, blank: bool) -> Iterator[bytes]:
+    """Yields the lines of a part of a file. Parts meet at lines, if ``blank`` at blank ones: these end a paragraph."""
+    begin, end = part.span(stream.seek(0, io.SEEK_END))
+    position = stream.seek(max(0, begin - 1))
+    lines, within = _bounded_lines(stream), begin == 0
+    if begin:
+        position += len(next(lines, b""))  # the end of the line before
+    for line in lines:
+        if not blank or not line.strip():
+            if position >= end:
+                return
+            within = True
+        if within:
+            yield line
+        position += len(line)
 
 
 def _bounded_lines(stream: Any) -> Iterator[bytes]:

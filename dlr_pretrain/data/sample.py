@@ -16,12 +16,15 @@ import re
 import shutil
 import sysconfig
 import warnings
+from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from dlr_pretrain.data.files import created_atomically, user_cache
 from dlr_pretrain.data.tokenizer import valid_text
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.process import cores
 
 VERSION = 4  # of the harvest
@@ -31,6 +34,9 @@ OPTIONAL = {"site-packages", "dist-packages", "test", "tests", "idlelib", "tkint
 PROSE = re.compile(r"[A-Z\"'(][^\n]*(\n\S[^\n]*)*[.!?]", re.DOTALL)
 MARKUP = re.compile(r":[\w:+.-]+:(?=`)|[`*]+[~!]?")  # of roles, code and emphasis, whose text is kept
 MIN_SPACES = 6  # shorter paragraphs are labels
+MAX_LINE_BYTES = 4192  # SentencePiece's default
+SKIPPED = re.compile("[\n\u2585]")  # ends of lines, and the character that SentencePiece reserves
+COVERAGE, MIN_COVERAGE = 0.9999, 0.98  # of characters; the least is SentencePiece's
 
 
 def folder_of(root: Path | None, name: str | None, progress: Callable[[str], None]) -> Path:
@@ -90,20 +96,45 @@ def prose(block: str) -> list[str]:
     return [text for text in texts if text.count(" ") >= MIN_SPACES]
 
 
-def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
-    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text token."""
+def train_tokenizer(documents: list[str], vocab_size: int, coverage: float = COVERAGE) -> bytes:
+    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text token.
+
+    ``coverage`` is the share of the text's characters that are in the vocabulary. Raises UserError if it is too small.
+    """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=(line for document in documents for line in valid_text(document).split("\n")),
-        model_writer=model,
-        model_type="unigram",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,  # a small text may yield fewer tokens
-        character_coverage=0.9999,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
-        num_threads=min(cores(), 8),
-        minloglevel=2,
-    )  # fmt: skip
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=(line for document in documents for line in training_lines(document)),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,  # a small text may yield fewer tokens
+            character_coverage=coverage,
+            max_sentence_length=MAX_LINE_BYTES,
+            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
+            num_threads=min(cores(), 8),
+            minloglevel=2,
+        )  # fmt: skip
+    except RuntimeError as error:
+        counts = sorted(Counter("".join(documents)).values(), reverse=True)
+        needed = bisect(list(accumulate(counts)), coverage * sum(counts)) + 4  # with <pad>, </s>, <unk>
+        rule = f"its characters alone need about {needed:,} tokens" if needed > vocab_size else first_line(error)
+        raise UserError(f"a tokenizer of {vocab_size:,} tokens cannot be trained on this text: {rule}") from error
     return model.getvalue()
+
+
+def training_lines(text: str) -> Iterator[str]:
+    """Yields a text in pieces that SentencePiece trains on. It would leave out longer ones, and those with SKIPPED.
+
+    A long line is cut at spaces, which no token spans, or if it has none, between any characters.
+    """
+    for line in SKIPPED.split(valid_text(text)):
+        begin, longest = 0, len(line) if len(line.encode()) <= MAX_LINE_BYTES else MAX_LINE_BYTES // 4
+        while begin < len(line):
+            end = begin + longest
+            if end < len(line):
+                end = max(line.rfind(" ", begin, end), line.rfind("\t", begin, end)) + 1 or end
+            yield line[begin:end]
+            begin = end

@@ -19,8 +19,9 @@ from pathlib import Path
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
+from dlr_pretrain.data.columns import WHOLE, Part
 from dlr_pretrain.data.extent import estimate_sizes
-from dlr_pretrain.data.files import pin_commits
+from dlr_pretrain.data.files import File, pin_commits
 from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose
 from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, text_blocks, tokenise_in_chunks
@@ -76,6 +77,7 @@ class TextSource:
         self.versions = chosen.versions(data)
         self.remark = ""  # on the cost of reading this text
         self._reported: set[tuple[str, int]] = set()  # bad rows
+        self._counted: set[str] = set()  # files of which the number of bad rows has been reported
         if self.holds_out:
             texts = (text for shard in self.train_shards for _, text in self._file_rows(shard) if text is not None)
             hashes = [_hash(text) for text in islice(texts, FIRST_DOCUMENTS)]
@@ -102,36 +104,53 @@ class TextSource:
     def rows(self, shard: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
         """As ``read``, with the number of each row; with a ``piece`` of the shard, only its rows."""
         held_out, name = shard.startswith(HELD_OUT), shard.removeprefix(HELD_OUT)
-        for number, text in self._file_rows(name, start, piece):
-            if text is None or not self.holds_out:
-                yield number, text
-            elif self.splits_document:
-                cut = round(len(text) * (1 - self.data.held_out))
-                cut = text.rfind("\n", 0, cut) + 1 or cut
-                yield number, text[cut:] if held_out else text[:cut]
-            else:
-                yield number, text if (_hash(text) < self.threshold) == held_out else None
+        return ((number, self._divided(text)[held_out]) for number, text in self._file_rows(name, start, piece))
 
-    def _file_rows(self, name: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
-        """As ``rows``, but for a file: with its held-out documents and all others."""
-        for row in read_rows(self.files[name], self.data, start):
+    def divided(self, name: str, part: Part) -> Iterator[tuple[str | None, str | None]]:
+        """Yields for each row of a part of a file its text, and its text that is held out; both None if left out."""
+        return (self._divided(text) for _, text in self._file_rows(name, part=part))
+
+    def _divided(self, text: str | None) -> tuple[str | None, str | None]:
+        if text is None or not self.holds_out:
+            return text, None
+        if self.splits_document:
+            cut = round(len(text) * (1 - self.data.held_out))
+            cut = text.rfind("\n", 0, cut) + 1 or cut
+            return text[:cut], text[cut:]
+        return (None, text) if _hash(text) < self.threshold else (text, None)
+
+    def _file_rows(
+        self, name: str, start: int = 0, piece: Piece | None = None, part: Part | None = None
+    ) -> Iterator[tuple[int, str | None]]:
+        """As ``rows``, but for a file or a part of it: with its held-out documents and all others.
+
+        Raises UserError if no row of the file remains. Without a ``part``, the rows left out are counted in the log.
+        """
+        read, bad, rule = 0, 0, ""
+        for row in read_rows(self.files[name], self.data, start, part or WHOLE):
             if piece is not None and not piece.has(row.number):
                 continue
-            text = None
+            text, read = None, read + 1
             try:
                 text = row.text()
             except UserError as error:
                 if self.data.bad_rows == "stop":
                     raise
-                self._report(name, row.number, error)
+                bad, rule = bad + 1, str(error).rpartition(". ")[0]
+                self._report(name, row.number, rule)
             yield row.number, text
+        if bad == read > 0 and part in (None, WHOLE) and ((start == 0 and piece is None) or read >= FIRST_DOCUMENTS):
+            raise nothing_remains(self.files[name], read, rule)
+        if bad and part is None and name not in self._counted:
+            self._counted.add(name)
+            log.warning("%s: %s rows left out (data.bad_rows=skip)", name, f"{bad:,} of {read:,}")
 
-    def _report(self, name: str, row: int, error: UserError) -> None:
+    def _report(self, name: str, row: int, rule: str) -> None:
         """Log a bad row that is left out, unless it or MAX_REPORTED_ROWS others have been reported already."""
         if (name, row) not in self._reported and len(self._reported) < MAX_REPORTED_ROWS:
             self._reported.add((name, row))
-            last = ". This process reports no more" if len(self._reported) == MAX_REPORTED_ROWS else ""
-            log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], last)
+            last = ". This process names no more" if len(self._reported) == MAX_REPORTED_ROWS else ""
+            log.warning("left out (data.bad_rows=skip): %s%s", rule, last)
 
     def sizes(self, packed: bool) -> list[int]:
         """Estimates, in characters if ``packed``, else in documents."""
@@ -165,6 +184,12 @@ class TextSource:
             return f"{where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
         share = f"{100 * self.data.held_out:g} % of the {'document' if self.splits_document else 'documents'}"
         return f"{where}: {plural(len(self.train_shards), 'train shard')}, {share} held out for validation"
+
+
+def nothing_remains(file: File, rows: int, rule: str) -> UserError:
+    """The error for a file without any text."""
+    fix = "Set data.text_key to the field that holds the text, or leave the file out with data.train_files"
+    return UserError(f"{file.address}: data.bad_rows=skip leaves out all of its {plural(rows, 'row')}: {rule}. {fix}")
 
 
 def _hash(text: str) -> int:

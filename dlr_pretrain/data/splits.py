@@ -41,6 +41,11 @@ SIDE_FILE = re.compile(
     r"contributing|metadata|dataset_infos?|dataset_dict|state|.*config|tokenizer|special_tokens_map|added_tokens|"
     r"vocab|merges"
 )
+# What other programs write for themselves beside the data that a user saved with them
+LIBRARY_FILES = {
+    "a cache of the datasets library": re.compile(r"(?:.*/)?cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow"),
+    "a file of Spark or Delta Lake": re.compile(r"(?:.*/)?_(?:temporary|spark_metadata|delta_log)/.*"),
+}
 # What this program writes into each of its folders: runs, queued runs, tokens, exports, fine-tuned models
 WRITTEN: tuple[tuple[str, Shape], ...] = (
     (MANIFEST, {"identity": dict, "starts": list}), (JOB, JOB_SHAPE), (tokens.MANIFEST, tokens.MANIFEST_SHAPE),
@@ -115,6 +120,10 @@ def _matched(root: str, data: Data, split: str, left_out: dict[str, str]) -> lis
     found = find_files(root, pattern)
     if "**" in pattern:  # else the user has named the folder
         found = _of_others(found, root, data, left_out)
+    libraries = {file.name: why for file in found if (why := _library_reason(file))}
+    if len(libraries) < len(found):  # else the user means these files
+        left_out |= libraries
+        found = [file for file in found if file.name not in libraries]
     if not found:
         where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
         raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
@@ -180,6 +189,8 @@ def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> Us
 def _skip_reason(file: File) -> str:
     """Why a file is not text to read, judged by its name; "" if it may be."""
     name, kind = os.path.basename(file.name).lower(), kind_of(file.name)
+    if why := _library_reason(file):
+        return why
     if SIDE_FILE.fullmatch(name.partition(".")[0]) and (kind in ("", "text") or name.endswith(".json")):
         return "a side file"
     if kind:
@@ -187,6 +198,11 @@ def _skip_reason(file: File) -> str:
     suffix = re.search(r"\.[^.]+(?:\.(?:gz|zst|bz2|xz))?$", name)
     why = f"{suffix[0]} is not read" if suffix else "a name without a suffix"
     return why if (split := split_of(file.name)) == "train" else f"{why}, and its name is that of a {split} split"
+
+
+def _library_reason(file: File) -> str:
+    """Which program wrote a file for itself, judged by its name; "" if none."""
+    return next((why for why, name in LIBRARY_FILES.items() if name.fullmatch(file.name)), "")
 
 
 def split_of(name: str) -> str:

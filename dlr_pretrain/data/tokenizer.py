@@ -2,7 +2,7 @@
 
 Each format is read by its own library. Raw sentencepiece is about ten times faster than a fast tokenizer built from the
 same model. Every document ends with one end-of-sequence token, which text cannot produce: "</s>" in a document is four
-ordinary characters.
+ordinary characters, and so is every other special token unless ``data.special_tokens`` is ``tokens``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact
+from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact, hub_error
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import copy_file, read_json, write_text
 
@@ -30,6 +30,7 @@ SPACE = "\u2581"  # as sentencepiece writes it
 CHARACTERS_PER_TOKEN = 6  # none of 600 documents of C4 has more on average over its first 257 tokens
 MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first that a folder holds is taken
 SETTINGS, SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
+IN_TEXT = "special_tokens_in_text"  # in our settings: see ``data.special_tokens``
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # if no configuration names the end
 PADDED_FROM, MULTIPLE = 1024, 64  # vocabularies from this size are padded: matrices of odd widths are slower
 
@@ -43,6 +44,8 @@ class Tokenizer(ABC):
     eos_id: int
     pad_id: int  # means nothing to the model; eos_id if the tokenizer has no padding
     unk_id: int | None  # for text that the tokenizer cannot express; None if it can express any text
+    special_in_text: str  # what data.special_tokens says
+    special: tuple[str, ...]  # the special tokens as they would stand in a text
     fingerprint: str  # SHA-256 of what decides the ids (a model file, or parts of a tokenizer.json) and of the end
     _model: Any  # the library's object: sentencepiece and tokenizers have no types
 
@@ -63,17 +66,22 @@ class Tokenizer(ABC):
         return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
 
     @property
-    def specials(self) -> dict[str, str]:
-        """The special tokens under transformers' names."""
+    def settings(self) -> dict[str, str]:
+        """The special tokens that training uses, under transformers' names, and ours for what a text's are."""
         ids = {"pad_token": self.pad_id, "eos_token": self.eos_id, "unk_token": self.unk_id}
-        return {name: self.token(id) for name, id in ids.items() if id is not None}
+        used = {name: self.token(id) for name, id in ids.items() if id is not None}
+        return used | ({IN_TEXT: self.special_in_text} if self.special_in_text != "text" else {})
+
+    def has_special(self, text: str) -> bool:
+        """Whether a special token stands in a text."""
+        return any(token in text for token in self.special)
 
     def save(self, folder: Path) -> None:
         """Write the files that ``load_tokenizer`` reads into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.resolve() != (folder / self.saved_as).resolve():
             copy_file(self.path, folder / self.saved_as)
-        write_text(folder / SETTINGS, json.dumps(self.specials, indent=1) + "\n")
+        write_text(folder / SETTINGS, json.dumps(self.settings, indent=1) + "\n")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -92,7 +100,8 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             fix = "Set tokenizer.path to a sentencepiece model, a tokenizer.json, or a folder that holds one"
             raise UserError(f"{path}: not a readable sentencepiece model ({error}). {fix}") from error
-        self.vocab_size, self.unk_id = model.vocab_size(), model.unk_id()
+        self.vocab_size, self.unk_id, self.special_in_text = model.vocab_size(), model.unk_id(), "text"
+        self.special = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
         own = model.eos_id() if model.eos_id() >= 0 else None
         ids = {model.id_to_piece(i): i for i in range(self.vocab_size)}
         self.eos_id = _end_of_sequence(path, end, ids, own)
@@ -129,7 +138,7 @@ class FastTokenizer(Tokenizer):
 
     saved_as = MODELS[1]
 
-    def __init__(self, path: Path, end: str | None = None):
+    def __init__(self, path: Path, end: str | None = None, special_in_text: str | None = None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores, and may fork
         import tokenizers
 
@@ -142,7 +151,8 @@ class FastTokenizer(Tokenizer):
             raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
         self._model.no_truncation()
         self._model.no_padding()
-        self._model.encode_special_tokens = True  # as ordinary text
+        self.special_in_text = special_in_text or _configured(path).get(IN_TEXT, "text")
+        self._model.encode_special_tokens = self.special_in_text == "text"
         # Scores are rounded, because the library changes their last digits.
         spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))
         vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
@@ -156,6 +166,10 @@ class FastTokenizer(Tokenizer):
         parts = {name: spec.get(name) for name in ("model", "normalizer", "pre_tokenizer", "decoder")}
         parts["added_tokens"] = [token for token in spec.get("added_tokens", []) if not token["special"]]
         parts["end"] = self.token(self.eos_id)
+        added = self._model.get_added_tokens_decoder().values()
+        self.special = tuple(sorted({token.content for token in added if token.special}))
+        if self.special_in_text == "tokens":
+            parts["special"] = sorted({*self.special, *self.settings.values()})
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -165,6 +179,8 @@ class FastTokenizer(Tokenizer):
             fix = "Give the tokenizer an unknown token"
             raise UserError(f"{self.path}: cannot encode the text ({first_line(error)}). {fix}") from error
         ids = [np.array(one.ids, np.int32) for one in found]
+        if self.special_in_text == "tokens":
+            return ids
         return [each[each != self.eos_id] for each in ids]  # the end may be a word of the vocabulary as well
 
     def token(self, id: int) -> str:
@@ -210,21 +226,35 @@ def valid_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def load_tokenizer(path: Path, end: str | None = None) -> Tokenizer:
-    """Load a tokenizer from a file, or from a folder that holds one. ``end`` is the token that ends a document."""
+def load_tokenizer(path: Path, end: str | None = None, special_in_text: str | None = None) -> Tokenizer:
+    """Load a tokenizer from a file, or from a folder that holds one.
+
+    ``end`` is the token that ends a document, and ``special_in_text`` is ``data.special_tokens``. Without these, a
+    folder that this program saved gives its own.
+    """
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in MODELS if (path / name).is_file()]
         if not found:
             raise UserError(f"{path}: holds none of {', '.join(MODELS)}. Name the folder or the file of a tokenizer")
         path = found[0]
-    return FastTokenizer(path, end) if path.suffix == ".json" else SentencePieceTokenizer(path, end)
+    if path.suffix == ".json":
+        return FastTokenizer(path, end, special_in_text)
+    if special_in_text == "tokens":
+        rule = "a SentencePiece model reads its special tokens in a text as ordinary characters"
+        raise UserError(f"data.special_tokens=tokens: {rule} ({path}). Leave the key out, or use a tokenizer.json")
+    return SentencePieceTokenizer(path, end)
 
 
 def open_tokenizer(cfg: Config, source) -> Tokenizer:
     """The tokenizer at ``tokenizer.path``, else the source's own, else the one at ``tokenizer.hub``."""
     path = cfg.tokenizer.path or source.tokenizer_path or _from_hub(cfg.tokenizer.hub)
-    return load_tokenizer(Path(path), cfg.tokenizer.eos)
+    special_in_text = None if cfg.data.source == "tokens" else cfg.data.special_tokens
+    tokenizer = load_tokenizer(Path(path), cfg.tokenizer.eos, special_in_text)
+    if tokenizer.special_in_text == "tokens" and cfg.data.mask_documents:
+        rule = f"documents are divided at {tokenizer.token(tokenizer.eos_id)}, which a text may hold as well"
+        raise UserError(f"data.mask_documents=true with data.special_tokens=tokens: {rule}. Leave one of them out")
+    return tokenizer
 
 
 def _from_hub(name: str) -> Path:
@@ -238,7 +268,10 @@ def _from_hub(name: str) -> Path:
             return folder
     fix = "Give a tokenizer with tokenizer.path=<file or folder>, or train offline with data=sample"
     first_contact(f"tokenizer.hub={name}", lambda: HfApi().model_info(name, timeout=FIRST_CONTACT_SECONDS), fix)
-    return Path(snapshot_download(name, allow_patterns=wanted))
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except OSError as error:  # the client's errors are OSErrors: a gated repository is described, but not given
+        raise hub_error(f"tokenizer.hub={name}", error, fix) from error
 
 
 def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:

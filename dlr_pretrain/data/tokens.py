@@ -2,23 +2,32 @@
 
     manifest.json                 what the shards are made from, and how many there are
     tokenizer/                    the tokenizer
-    train-00000-of-01024.tokens   a shard for each shard of the source, in the same order; also validation-...
-    train-00000-of-01024.ends     where its documents end
-    train-00000-of-01024.sha256   the checksums of both, for sha256sum --check; older folders have none
+    train-00000-of-00012.tokens   the ids of some documents; also validation-...
+    train-00000-of-00012.ends     where these documents end
+    train-00000-of-00012.files    how many of them are from which file of the source
+    train-00000-of-00012.sha256   the checksums of these, for sha256sum --check
+
+The documents of a split are numbered through all of its shards, in the order of the source's files. Streams divide the
+text by these files. So the data order does not depend on how the documents are spread over shards.
 
 A shard holds the ids of its documents, uint16 (int32 above 65,536 ids). Each document is followed by its end of
 sequence. The ends are int64 [documents + 1], and the first is 0. Rows of the source that are left out have no document.
+The files are int64 [n, 4]: the number of a file, its documents in this shard, those of them in which special tokens
+stand, and its rows that were left out.
+
+Folders of format 4 have a shard for each file of the source, without .files; the oldest have no checksums.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -29,9 +38,9 @@ from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
 from dlr_pretrain.util.text import plural
 
-FORMAT = 4
+FORMAT, A_SHARD_PER_FILE = 5, 4  # the formats that this version writes, and also reads
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
-TOKENS, ENDS, SUMS = ".tokens", ".ends", ".sha256"  # suffixes of a shard's files
+TOKENS, ENDS, FILES, SUMS = ".tokens", ".ends", ".files", ".sha256"  # suffixes of a shard's files
 MANIFEST_SHAPE: Shape = {
     "source": str, "made_from": str, "contents": {"*": str}, "tokenizer": {"sha256": str, "vocab_size": int},
     "shards": {"train": int, "validation": int},
@@ -52,17 +61,30 @@ def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, ends
 
 
+def files_of(path: Path, documents: int, first: int) -> np.ndarray:
+    """The table of files of a shard with so many documents, after one that ends with file ``first``.
+
+    Raises OSError or ValueError if it is damaged.
+    """
+    files = _memory_map(path.with_suffix(FILES), np.int64).reshape(-1, 4)
+    if not len(files) or not np.isin(np.diff(files[:, 0], prepend=first), (0, 1)).all() or (files < 0).any():
+        raise ValueError(f"the numbers in {path.stem}{FILES} are not those of files")
+    if files[:, 1].sum() != documents:
+        raise ValueError(f"it has {documents:,} documents, but {path.stem}{FILES} counts a different number")
+    return files
+
+
 def verify_checksums(path: Path) -> None:
-    """Raise ValueError if the checksums of the shard at ``path`` do not match its files."""
-    sums = path.with_suffix(SUMS)
-    if sums.exists() and sums.read_bytes() != checksums(path, path, path.with_suffix(ENDS)):
+    """Raise OSError or ValueError if the checksums of the shard at ``path`` are missing or do not match its files."""
+    parts = {suffix: path.with_suffix(suffix) for suffix in (TOKENS, ENDS, FILES)}
+    if path.with_suffix(SUMS).read_bytes() != checksums(path, parts):
         raise ValueError("it fails its checksum")
 
 
-def checksums(path: Path, tokens: Path, ends: Path) -> bytes:
-    """The checksums of the shard at ``path`` as sha256sum writes them; its files are now at ``tokens`` and ``ends``."""
-    files = {tokens: path.name, ends: path.with_suffix(ENDS).name}
-    return "".join(f"{sha256_of(file)}  {name}\n" for file, name in files.items()).encode()
+def checksums(path: Path, parts: Mapping[str, Path]) -> bytes:
+    """The checksums of the shard at ``path`` as sha256sum writes them. ``parts`` are its files by suffix."""
+    lines = (f"{sha256_of(part)}  {path.with_suffix(suffix).name}\n" for suffix, part in parts.items())
+    return "".join(lines).encode()
 
 
 def _memory_map(path: Path, dtype: type) -> np.ndarray:
@@ -84,20 +106,37 @@ class TokenSource:
         self.root, self.fix = root, fix  # the fix for a damaged shard
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
+        self._a_shard_per_file = manifest["format"] == A_SHARD_PER_FILE
         self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # of the source of the text
         self.contents: dict[str, str] = manifest["contents"]
         about, shards = manifest["tokenizer"], manifest["shards"]
         self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
         self.train_shards = shard_names("train", shards["train"])
         self.validation_shards = shard_names("validation", shards["validation"])
-        for name in self.validation_shards:
-            self.shard(name)
-        self._sizes = [[len(part) for part in self.shard(name)] for name in self.train_shards]
+        self.files(self.validation_shards)
+        sizes = [[len(part) for part in self.shard(name)] for name in self.train_shards]
+        self._tokens, self._documents = (np.cumsum([0, *column]) for column in zip(*sizes, strict=True))
+        self._documents -= np.arange(len(self._documents))  # a shard has one more end than documents
+        self._first = np.cumsum([0, *self.files(self.train_shards)[:, 0]])  # document of each file
+        self._begin = self._positions(self._first)  # of each file, among the tokens of all shards
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a shard, and where its documents end."""
         with self._naming_shard(name) as path:
             return open_shard(path, self.vocab_size)
+
+    def files(self, names: Sequence[str]) -> np.ndarray:
+        """The counts of each file of the source in the shards of a split, int64 [n, 3]: see this file's beginning."""
+        counts = np.zeros((1, 3), np.int64)
+        for number, name in enumerate(names):
+            documents = len(self.shard(name)[1]) - 1
+            with self._naming_shard(name) as path:
+                table = np.array([[number, documents, 0, 0]])
+                if not self._a_shard_per_file:
+                    table = files_of(path, documents, len(counts) - 1)
+            counts = np.pad(counts, ((0, int(table[-1, 0]) + 1 - len(counts)), (0, 0)))
+            np.add.at(counts, table[:, 0], table[:, 1:])
+        return counts
 
     @contextmanager
     def _naming_shard(self, name: str) -> Iterator[Path]:
@@ -118,7 +157,7 @@ class TokenSource:
                 verify_checksums(path)
 
     def sizes(self, packed: bool) -> list[int]:
-        return [tokens if packed else ends - 1 for tokens, ends in self._sizes]
+        return np.diff(self._begin if packed else self._first).tolist()
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
         """Yields the blocks of a share in a seeded order, from the block at ``start`` on, each with its place.
@@ -127,33 +166,56 @@ class TokenSource:
         """
         self._require(tokenizer)
         spans = [self._documents_of(piece, share.packed) for piece in share.pieces]
-        before = np.cumsum([0, *(last - first for _, first, last in spans)])
+        before = np.cumsum([0, *(last - first for first, last, _, _ in spans)])
         order = permutation(-(-int(before[-1]) // streams.BLOCK_DOCUMENTS), *share.key).tolist()
         for number in range(start[1], len(order)):
             low = streams.BLOCK_DOCUMENTS * order[number]
-            high = low + streams.BLOCK_DOCUMENTS
-            parts = [
-                (piece, first + max(0, low - begin), min(last, first + high - begin))
-                for (piece, first, last), begin in zip(spans, before.tolist(), strict=False)
-                if begin < high and begin + last - first > low
-            ]
-            where = np.concatenate([self._bounds(*part, share.packed) for part in parts])
+            high = min(low + streams.BLOCK_DOCUMENTS, int(before[-1]))
+            parts: list[np.ndarray] = []
+            for i in range(int(np.searchsorted(before, low, "right")) - 1, int(np.searchsorted(before, high, "left"))):
+                first, last, *cut = spans[i]
+                begin = first - int(before[i])
+                parts += self._bounds(max(first, begin + low), min(last, begin + high), *cut)
+            where = np.concatenate(parts)
             yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
 
-    def _documents_of(self, piece: Piece, packed: bool) -> tuple[Piece, int, int]:
-        """A piece, its first document, and the document after its last."""
+    def _documents_of(self, piece: Piece, packed: bool) -> tuple[int, int, int, int]:
+        """A piece's first document, the document after its last, and the tokens at which they are cut."""
         if not packed:
-            return piece, piece.begin, piece.end
-        ends = self.shard(self.train_shards[piece.shard])[1]
-        first = int(np.searchsorted(ends, piece.begin, "right")) - 1
-        return piece, first, int(np.searchsorted(ends, piece.end, "left"))
+            first = int(self._first[piece.shard])
+            return first + piece.begin, first + piece.end, 0, int(self._tokens[-1])
+        before = int(self._begin[piece.shard])
+        first, last = self._first[piece.shard : piece.shard + 2].tolist()
+        if piece.begin > 0:
+            first = self._end_at(before + piece.begin, "right") - 1
+        if piece.end < piece.size:
+            last = self._end_at(before + piece.end, "left")
+        return first, last, before + piece.begin, before + piece.end
 
-    def _bounds(self, piece: Piece, first: int, last: int, packed: bool) -> np.ndarray:
-        """The shard, begin and end of some documents, int64 [n, 3], cut where the piece ends."""
-        ends = self._ends(self.train_shards[piece.shard], first, last)
-        if packed:
-            ends = ends.clip(piece.begin, piece.end)
-        return np.stack((np.full(last - first, piece.shard), ends[:-1], ends[1:]), axis=1)
+    def _end_at(self, position: int, side: Literal["left", "right"]) -> int:
+        """The number of ends of documents before a token of all shards; with "right", also of an end there."""
+        shard = int(np.searchsorted(self._tokens, position, side)) - 1
+        ends = self.shard(self.train_shards[shard])[1]
+        return int(self._documents[shard] + np.searchsorted(ends, position - self._tokens[shard], side))
+
+    def _positions(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents with these numbers begin among the tokens of all shards."""
+        positions = np.full(len(documents), self._tokens[-1])
+        shards = np.searchsorted(self._documents, documents, "right") - 1
+        for shard in np.unique(shards[shards < len(self.train_shards)]).tolist():
+            numbers = documents[shards == shard] - self._documents[shard]
+            positions[shards == shard] = self._tokens[shard] + self.shard(self.train_shards[shard])[1][numbers]
+        return positions
+
+    def _bounds(self, first: int, last: int, begin: int, end: int) -> Iterator[np.ndarray]:
+        """Yields the shard, begin and end of some documents, int64 [n, 3], cut at two tokens of all shards."""
+        shard = int(np.searchsorted(self._documents, first, "right")) - 1
+        while first < last:
+            offset, low, high = (int(x) for x in (self._tokens[shard], *self._documents[shard : shard + 2]))
+            ends = self._ends(self.train_shards[shard], first - low, min(last, high) - low)
+            ends = ends.clip(begin - offset, end - offset)
+            yield np.stack((np.full(len(ends) - 1, shard), ends[:-1], ends[1:]), axis=1)
+            first, shard = min(last, high), shard + 1
 
     def _ends(self, name: str, first: int, last: int) -> np.ndarray:
         """Where some documents of a shard begin and end."""
@@ -217,8 +279,8 @@ def read_manifest(root: Path) -> dict:
     path = root / MANIFEST
     try:
         manifest = read_json(path, {"format": int})
-        rule = f"shards of format {manifest['format']}, but this version reads format {FORMAT}"
-        if manifest["format"] == FORMAT:
+        rule = f"shards of format {manifest['format']}, but this version reads formats {A_SHARD_PER_FILE} and {FORMAT}"
+        if manifest["format"] in (A_SHARD_PER_FILE, FORMAT):
             if not (wrong := misfit(manifest, MANIFEST_SHAPE)):
                 return manifest
             rule = f"damaged ({wrong})"

@@ -372,13 +372,23 @@ def agreement(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
             f"their standard deviation, beyond the bound of {LOGIT_BOUNDS[rounded]:g}"
         )
-    probed = exported_tokenizer(PROBE, split_special_tokens=True).input_ids
-    if isinstance(tokenizer, FastTokenizer):  # training drops the end of sequence, which may be a word, from texts
-        probed = [id for id in probed if id != tokenizer.eos_id]
-    if probed != tokenizer.encode([PROBE])[0].tolist():
-        raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
+    for text, split in probes(tokenizer):
+        probed = exported_tokenizer(text, split_special_tokens=split).input_ids
+        if isinstance(tokenizer, FastTokenizer) and split:  # training drops the end, which may be a word, from texts
+            probed = [id for id in probed if id != tokenizer.eos_id]
+        if probed != tokenizer.encode([text])[0].tolist():
+            rule = "its tokenizer.json does not give the ids that the model was trained on"
+            raise UserError(f"{folder}: {rule}, for {text!r}")
     write_sample(folder, exported, exported_tokenizer, ids[0, :PROMPT])
     return f"transformers loads it; its logits differ by at most {difference:.0e} of their standard deviation"
+
+
+def probes(tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """Yields texts that the export must read as training did, and whether with ``split_special_tokens``."""
+    as_text = tokenizer.special_in_text == "text"
+    used = tokenizer.settings.values() if as_text else ()  # these are tokens of the export anyway
+    yield PROBE, as_text
+    yield " and ".join(("Special", *(token for token in tokenizer.special if token not in used))), False
 
 
 def write_sample(folder: Path, model, tokenizer, prompt: Tensor) -> None:

@@ -27,8 +27,9 @@ UNIGRAM, BPE = 1, 2  # sentencepiece's types of models
 def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
     """Write ``tokenizer`` to ``folder`` for ``AutoTokenizer.from_pretrained(folder)``.
 
-    The exported tokenizer appends no end of sequence. It reads "</s>" in a text as the end of sequence, as TRL and chat
-    templates expect; with ``split_special_tokens=True`` it reads four ordinary characters, as training did.
+    The exported tokenizer appends no end of sequence. It reads the special tokens in a text as training did, except for
+    "</s>" and padding: these are tokens, as TRL and chat templates expect. ``split_special_tokens=True`` reads four
+    ordinary characters.
     """
     fast = fast_tokenizer(tokenizer)
     write_text(folder / MODELS[1], fast.to_str(pretty=True))  # ``fast.save`` raises plain Exceptions
@@ -38,7 +39,7 @@ def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> Non
             copy_file(tokenizer.path, folder / MODELS[2])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **tokenizer.specials,
+        **tokenizer.settings,
         "model_max_length": max_length,
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",
@@ -54,19 +55,23 @@ def fast_tokenizer(tokenizer: Tokenizer) -> Fast:
     The conversion takes a fraction of a second, so a long run also calls it before training.
     """
     if isinstance(tokenizer, FastTokenizer):
+        spec = json.loads(tokenizer.path.read_text(encoding="utf-8"))
+        if tokenizer.special_in_text == "text":
+            used = tokenizer.settings.values()
+            added_tokens = spec.get("added_tokens", [])
+            spec["added_tokens"] = [t for t in added_tokens if not t["special"] or t["content"] in used]
         plain = {"post_processor": None, "truncation": None, "padding": None}
-        fast = Fast.from_str(json.dumps(json.loads(tokenizer.path.read_text(encoding="utf-8")) | plain))
-        special: set[int] = set()
+        fast = Fast.from_str(json.dumps(spec | plain))
     else:
-        fast, special = _from_sentencepiece(tokenizer)
-    special |= {id for id in (tokenizer.pad_id, tokenizer.eos_id, tokenizer.unk_id) if id is not None}
+        fast = _from_sentencepiece(tokenizer)
+    special = {id for id in (tokenizer.pad_id, tokenizer.eos_id, tokenizer.unk_id) if id is not None}
     added = [tokenizer.token(id) for id in sorted(special - fast.get_added_tokens_decoder().keys())]
     fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     return fast
 
 
-def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
-    """A sentencepiece model converted to the ``tokenizers`` library, and the ids of its unknown and control pieces."""
+def _from_sentencepiece(tokenizer: Tokenizer) -> Fast:
+    """A sentencepiece model converted to the ``tokenizers`` library, without its special tokens."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())  # type: ignore[attr-defined]
@@ -94,7 +99,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
         fast.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix)
     else:
         fast.decoder = decoders.Metaspace(SPACE, "always" if spec.add_dummy_prefix else "never", split=False)
-    return fast, {i for i, piece in enumerate(pieces) if piece.type in (UNKNOWN, CONTROL)}
+    return fast
 
 
 def _bpe(pieces, unknown: str, has_bytes: bool) -> models.BPE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,7 @@ from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
 LABEL_WIDTH = 12  # characters in the summary's first column
+NOTE_SECONDS = 30.0  # of an evaluation between two lines about its progress
 
 
 class Console:
@@ -31,6 +33,7 @@ class Console:
         self.live = enabled and self.stream.isatty()
         self.width = shutil.get_terminal_size((100, 24)).columns
         self._line_open = False
+        self._noted = time.monotonic()  # when this evaluation began, or its progress was last shown
 
     def say(self, text: str = "") -> None:
         """Write ``text`` on a line of its own."""
@@ -60,6 +63,15 @@ class Console:
             self.say(line)
         if evaluated:
             self.say(f"  eval  {evaluation(record)}")
+
+    def evaluating(self, share: float) -> None:
+        """Show the progress of a long evaluation, of which this share is done."""
+        now = time.monotonic()
+        if share == 0:
+            self._noted = now
+        elif now - self._noted >= NOTE_SECONDS:
+            self._noted = now
+            self.say(f"  eval  {share:.0%} done")
 
     def _progress(self, record: dict) -> str:
         t, step, speed = self.cfg.train, record["step"], record["perf/tokens_per_second"]
@@ -109,7 +121,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         "training": corpus.source.contents.get("training", ""),
         "validation": f"{plural(len(validation.tokens), 'sequence')}, {validation.real_tokens:,} tokens, "
         f"{cfg.eval.packing}, from {corpus.source.contents.get('validation', 'the validation shards')}",
-        "left out": corpus.source.contents.get("left out", ""),
+        **{name: corpus.source.contents.get(name, "") for name in ("left out", "bad rows", "special")},
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens per step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} over "

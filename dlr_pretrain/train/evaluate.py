@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from dlr_pretrain.util.text import perplexity
 GALORE_BATCH_TOKENS = 195 * 512
 MIN_BATCHES = 50  # with fewer, the convention's value is too far from that of the published tables, which had 101
 STRIPES = 16  # parts of the validation set, which belong to its two halves in turn
+ASKED_EVERY = 16  # batches between two times that ranks, or a GPU, are asked whether to go on
 CUT = 64  # an evaluation batch has a multiple of this number of positions, so there are few shapes
 
 
@@ -28,21 +30,33 @@ class Evaluator:
     The longest sequences come first. A batch is cut after its longest sequence, and the last batch has only the
     sequences that are left. With ``one_shape``, all batches have the full shape, because a compiled model would be
     compiled again for any other.
+
+    ``stop()`` tells whether this rank was asked to stop, and ``progress`` takes the share that is done.
     """
 
-    def __init__(self, validation: ValidationSet, micro_batch: int, ranks: Ranks, one_shape: bool = False):
+    def __init__(
+        self, validation: ValidationSet, micro_batch: int, ranks: Ranks, one_shape: bool = False,
+        stop: Callable[[], bool] = lambda: False, progress: Callable[[float], None] = lambda _: None,
+    ):  # fmt: skip
         self.validation, self.micro_batch, self.ranks, self.one_shape = validation, micro_batch, ranks, one_shape
+        self.stop, self.progress = stop, progress
 
     @torch.no_grad()
-    def __call__(self, model: Llama) -> dict[str, float | None]:
-        """The metrics of ``model``.
+    def __call__(self, model: Llama) -> dict[str, float | None] | None:
+        """The metrics of ``model``; None, on all ranks, if any rank was asked to stop.
 
         ``eval/loss`` is the mean over all targets, in nats. ``eval/loss_a`` and ``eval/loss_b`` are the means over the
         two halves (NaN if a half is empty). ``eval/perplexity`` follows from ``eval/loss``. ``eval/perplexity_galore``
         does so by the GaLore convention; it is None if there is too little text.
         """
-        with without_backward(model):
-            totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
+        totals, done = [], 0
+        for rows in halves(len(self.validation.tokens)):
+            with without_backward(model):
+                total = self._summed(model, rows, done)
+            if total is None:
+                return None
+            totals.append(total)
+            done += len(rows)
         summed, count = self.ranks.sum(torch.stack(totals)).unbind(1)
         a, b = (summed / count).tolist()
         loss = (summed.sum() / count.sum()).item()
@@ -54,15 +68,22 @@ class Evaluator:
             "eval/perplexity_galore": galore_perplexity(loss, self.validation.real_tokens),
         }
 
-    def _summed(self, model: Llama, rows: np.ndarray) -> torch.Tensor:
-        """The loss summed over this rank's share of ``rows``, and the number of targets: fp64 [2]."""
+    def _summed(self, model: Llama, rows: np.ndarray, done: int) -> torch.Tensor | None:
+        """The loss summed over this rank's share of ``rows``, and the number of targets: fp64 [2]; None after a stop.
+
+        ``done`` is the number of sequences before these.
+        """
         device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
         own = rows[self.ranks.rank :: world_size]
         own = own[np.argsort(-self.validation.lengths[own], kind="stable")]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # equal on all ranks: under fsdp each forward pass is a collective
-        for start in range(0, share, n):
+        stopped = False
+        for number, start in enumerate(range(0, share, n)):
+            if stopped := self._stopped(number):
+                break
+            self.progress((done + start * world_size) / len(self.validation.tokens))
             sequences, ends = (_filled(a[start : start + n], n if self.one_shape else 1) for a in (tokens, lengths))
             if not self.one_shape:  # what is left out is neither seen nor scored
                 positions = max(CUT, -(-(int(ends.max()) - 1) // CUT) * CUT)
@@ -70,7 +91,16 @@ class Evaluator:
             to_device = self.ranks.to_device
             inputs = inputs_and_targets(to_device(sequences), to_device(ends), self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
-        return total
+        return None if stopped else total
+
+    def _stopped(self, batch: int) -> bool:
+        """Whether all ranks stop before a batch, because any was asked to. This waits for the batches before it."""
+        if self.ranks.world_size == 1 and self.ranks.device.type == "cpu":
+            return self.stop()
+        if batch % ASKED_EVERY != ASKED_EVERY - 1:
+            return False
+        asked = torch.tensor(float(self.stop()), device=self.ranks.device)
+        return bool(self.ranks.sum(asked).item())
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:

@@ -47,12 +47,13 @@ class Loop:
     cfg: Config
     ranks: Ranks
     update: Update
-    evaluator: Callable[[Llama], dict[str, float | None]]  # returns the metrics of an evaluation
+    evaluator: Callable[[Llama], dict[str, float | None] | None]  # returns the metrics; None if a stop was asked for
     sinks: Sequence[Callable[[dict], None]]  # they take the record of each step; on rank 0 only
     saver: Saver
     guard: Guard
     console: Console
     state: TrainState = field(default_factory=TrainState)
+    unevaluated: dict | None = None  # the record of the resumed step, whose evaluation was abandoned
 
     def __post_init__(self) -> None:
         self.profiler = profiler(self.cfg, self.saver.run_dir, self.ranks) if self.cfg.profile.enabled else None
@@ -64,6 +65,9 @@ class Loop:
         """Train to the last step. ``guard`` raises the error that ends the run earlier."""
         cfg, guard, state = self.cfg, self.guard, self.state
         guard.raise_if_stopped(state.step)
+        if self.unevaluated is not None:
+            self.report(self.unevaluated, evaluates=True)
+            guard.raise_if_stopped(state.step)
         while state.step < cfg.train.steps:
             batch = guard.next_batch(loader)
             failed, stop = guard.error is not None, guard.stop.asked
@@ -108,13 +112,18 @@ class Loop:
             state.streams = batch.state
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
-            record = self.meter.record(step, outcome, state)
-            if evaluates and step == state.step:
-                with self.meter.paused():
-                    record |= self.evaluator(self.update.model)
-            for sink in self.sinks:
-                sink(record)
-            self.console.step(record)
+            self.report(self.meter.record(step, outcome, state), evaluates and step == state.step)
+
+    def report(self, record: dict, evaluates: bool) -> None:
+        """Write the record of an update. A stop abandons its evaluation; the resumed run then evaluates this step."""
+        if evaluates:
+            with self.meter.paused():
+                metrics = self.evaluator(self.update.model)
+            self.guard.stop_requested = self.guard.stop_requested or metrics is None
+            record = record | (metrics or {})
+        for sink in self.sinks:
+            sink(record)
+        self.console.step(record)
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
         """Save the state before update ``step``, which changed nothing, and raise the error that says why the run ends.

@@ -37,6 +37,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while training writes
         found, damaged = sound_records(path)
         kept = [record for record in found if record["step"] <= resumed_step]
+        self.last: dict = kept[-1] if kept else {}
         self.missing = resumed_step - first_step - len({record["step"] for record in kept})
         if damaged:
             shutil.copyfile(path, path.with_name("metrics.damaged.jsonl"))

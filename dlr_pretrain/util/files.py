@@ -213,7 +213,8 @@ def last_record(path: Path) -> dict:
 def sound_records(path: Path, last_bytes: int | None = None) -> tuple[list[dict], int]:
     """The records of ``read_metrics`` and the number of damaged lines; with ``last_bytes``, of that end of the file.
 
-    An incomplete last line, which a killed run leaves, is neither.
+    An incomplete last line, which a killed run leaves, is neither. The last record of a step counts: a step is recorded
+    again once an evaluation that was abandoned has been made up for.
     """
     if not path.exists():
         return [], 0
@@ -228,4 +229,4 @@ def sound_records(path: Path, last_bytes: int | None = None) -> tuple[list[dict]
             record = json.loads(line)
             if not misfit(record, {"step": int}):
                 records.append(record)
-    return records, len(lines) - len(records)
+    return [*{record["step"]: record for record in records}.values()], len(lines) - len(records)

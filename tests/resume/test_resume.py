@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.train import run
+from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
@@ -47,6 +48,28 @@ def stop(train):
             train(folder, *choice, f"train.stop_after={step}")
 
     return after
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_an_evaluation_that_a_stop_abandons_is_made_up_for(train, tmp_path, monkeypatch, step):
+    """The step is saved, and the resumed run evaluates it, also if it is the last, or if it is stopped there again."""
+    train(tmp_path / "whole", *COLA)
+    stopped, batches = Evaluator._stopped, []
+
+    def ask(evaluator, batch):
+        batches.append(batch)
+        if len(batches) == (2 if step == 10 else 14):  # within the first or the second evaluation, of 12 batches each
+            os.kill(os.getpid(), signal.SIGTERM)
+        return stopped(evaluator, batch)
+
+    monkeypatch.setattr(Evaluator, "_stopped", ask)
+    with pytest.raises(Stopped, match=f"after step {step} of 20" if step == 10 else "after the last step"):
+        train(tmp_path / "run", *COLA)
+    assert (tmp_path / "run" / "checkpoints" / f"step_{step:08d}").is_dir()
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == step and "eval/loss" not in last
+    train(tmp_path / "run", *COLA)
+    assert_same(final(tmp_path / "run"), final(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("choice", [

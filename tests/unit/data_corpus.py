@@ -23,7 +23,7 @@ from dlr_pretrain import config
 from dlr_pretrain.config.command_line import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokens import ENDS, FORMAT, MANIFEST, TokenSource, shard_names
+from dlr_pretrain.data.tokens import ENDS, FILES, FORMAT, MANIFEST, TokenSource, shard_names
 
 NASTY = [
     "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
@@ -83,6 +83,10 @@ class LetterTokenizer:
 
     pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
     fingerprint = path = "letters"
+    special_in_text, special = "text", ()
+
+    def has_special(self, text: str) -> bool:
+        return False
 
     def beginnings(self, longest: int) -> LetterTokenizer:
         return self
@@ -102,7 +106,7 @@ class MemorySource(TextSource):
         self._shards = {f"shard-{i}": texts for i, texts in enumerate(shards)}
         self.train_shards = tuple(self._shards)
 
-    def _file_rows(self, name, start=0, piece=None):
+    def _file_rows(self, name, start=0, piece=None, part=None):
         for number, text in enumerate(self._shards[name][start:], start):
             if piece is None or piece.has(number):
                 yield number, text
@@ -159,8 +163,9 @@ def tokens_of(folder: Path, shards: list[list[str]]) -> TokenSource:
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     manifest = {"format": FORMAT, "source": "", "made_from": "letters", "contents": {}, "tokenizer": about}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"shards": {"train": len(shards), "validation": 0}}))
-    for name, texts in zip(shard_names("train", len(shards)), shards, strict=True):
+    for number, (name, texts) in enumerate(zip(shard_names("train", len(shards)), shards, strict=True)):
         ids = [np.append(own, tokenizer.eos_id) for own in tokenizer.encode(texts)]
         np.concatenate([np.empty(0, int), *ids]).astype(np.uint16).tofile(folder / name)
         np.cumsum([0, *map(len, ids)]).tofile((folder / name).with_suffix(ENDS))
+        np.array([number, len(ids), 0, 0]).tofile((folder / name).with_suffix(FILES))
     return TokenSource(folder)

@@ -37,6 +37,7 @@ class Hub:
         self.commits = {"a" * 40, "b" * 40}
         self.trouble: Callable[[str, int], str | None] = lambda path, first: None
         self.gated = False
+        self.revisions: set[str] | None = None  # that exist; None: all
         self.retry_after = "0"
         self.ranges = 0  # that were asked for
         self.told: list[str] = []  # failures that occurred
@@ -70,7 +71,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif "/paths-info/" in path:
                 self.describe([self.entry(name) for name in hub.files])
             elif path.startswith(("/api/datasets/", "/api/models/")):
-                asked = path.rpartition("/revision/")[2]
+                _, given, asked = path.rpartition("/revision/")
+                if given and hub.revisions is not None and asked not in hub.revisions:
+                    return self.reply(b"", 404, {"X-Error-Code": "RevisionNotFound"})
                 commit = asked if asked in hub.commits else hub.commit
                 siblings = [{"rfilename": name} for name in hub.files]
                 self.describe({"id": "x/y", "sha": commit, "tags": [], "siblings": siblings})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.console import Console
@@ -59,3 +60,14 @@ def test_the_live_line_makes_room_for_other_output():
     assert "step      2/140000" in out.getvalue() and "\n" not in out.getvalue()
     shown.say("a word")
     assert out.getvalue().endswith("\r\x1b[Ka word\n")
+
+
+def test_a_long_evaluation_shows_its_progress(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("dlr_pretrain.train.console.time", SimpleNamespace(monotonic=lambda: now))
+    stream = io.StringIO()
+    shown = console(stream)
+    for share in (0.0, 0.25, 0.5, 0.75):
+        shown.evaluating(share)
+        now += 20.0
+    assert stream.getvalue() == "  eval  50% done\n"

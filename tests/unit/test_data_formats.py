@@ -239,3 +239,14 @@ def test_a_column_that_is_missing_is_refused_by_its_name(tmp_path, key, suffix):
 def test_an_empty_table_may_have_a_column_of_any_type(tmp_path, suffix):
     write_table(tmp_path / f"a{suffix}", {"text": pyarrow.array([], "null")})
     assert read(File("a", str(tmp_path / f"a{suffix}"), None)) == []
+
+
+def test_a_sound_file_with_a_large_window_is_not_called_damaged(tmp_path):
+    line = b'{"text": "a"}\n'
+    frame = bytes((0, 0xA8))  # no sizes, no checksum; a window of 2 GB
+    block = (len(line) << 3 | 1).to_bytes(3, "little") + line  # the last block, raw
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + frame + block)
+    with pytest.raises(
+        UserError, match=r"a\.jsonl\.zst: was compressed with a window above 128 MB.* zstd -dc --long=31"
+    ):
+        open_source(make_config("local", data__root=tmp_path))

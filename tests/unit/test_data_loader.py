@@ -18,6 +18,7 @@ from data_corpus import (
     global_batches,
     make_config,
     same,
+    tokens_of,
     write_shards,
 )
 
@@ -230,12 +231,28 @@ def test_validation_is_in_file_order_without_a_gap(root):
     assert found.real_tokens == len(tokens) and more
 
 
+@pytest.mark.parametrize("tokens_of_it", [False, True])
+def test_a_long_validation_document_is_cut_where_text_is_packed(tmp_path, tokens_of_it):
+    texts = [["x" * 9, "y" * 200_000, "z"]]
+    if tokens_of_it:
+        source = tokens_of(tmp_path, texts)
+        source.train_shards, source.validation_shards = (), source.train_shards
+    else:
+        source = MemorySource(texts)
+        source.validation_shards = source.train_shards
+    for budget in (10, 11, 4096):
+        cfg = make_config(eval__packing="packed", eval__tokens=budget, train__seq_len=8)
+        found = validation_set(cfg, source, TOKENIZER)
+        assert found.real_tokens == budget and len(found.tokens) == -(-budget // 8)
+        assert unpacked(found)[1].ne(-100).sum() == budget - 1  # nothing follows the last token
+
+
 @PACKINGS
 def test_validation_ends_with_the_document_that_fills_it(root, packing):
     whole = validated(root, packing, 10**6)
-    for budget in (1, 9, 333):
+    for budget in (2, 9, 333):
         found = validated(root, packing, budget)
-        assert budget <= found.real_tokens < budget + 14
+        assert budget <= found.real_tokens < budget + (14 if packing == "pad" else 1)
         full = found.real_tokens // 8 if packing == "packed" else len(found.tokens)
         assert np.array_equal(found.tokens[:full, :8], whole.tokens[:full, :8])
         assert found.tokens.dtype == np.uint16 and found.lengths.dtype == np.int32

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -73,8 +74,16 @@ def test_a_permanent_failure_of_the_hub_is_reported(hub, monkeypatch):
     with pytest.raises(UserError, match=r"c4-train\.00001-of-00003\.json\.gz: (no such file|cannot be)"):
         read(source)
     hub.gated = True
-    with pytest.raises(UserError, match=r"c4-train\.00000.*: cannot be read: .*Access is restricted"):
+    what_to_do = r"its owner asks for an agreement\. Accept its terms on .*, and set HF_TOKEN"
+    with pytest.raises(UserError, match=rf"c4-train\.00000.*: {what_to_do}"):
         read(open_hub())
+    hub.files["tokenizer.json"] = b"{}"
+    cfg, source = (
+        make_config("c4", tokenizer__path=None, tokenizer__hub="x/gated"),
+        SimpleNamespace(tokenizer_path=None),
+    )
+    with pytest.raises(UserError, match=rf"^tokenizer\.hub=x/gated: {what_to_do}"):
+        open_tokenizer(cfg, source)
 
 
 def test_retry_after_is_waited_for(hub, monkeypatch):

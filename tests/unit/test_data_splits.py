@@ -1,6 +1,7 @@
 """Which files of a folder are for training, which for validation, and why others are left out."""
 
 import gzip
+import re
 from pathlib import Path
 
 import pyarrow
@@ -123,8 +124,27 @@ FOLDERS = {  # files; training, validation and left-out files
          "e.jsonl.gz": gzip.compress(b""), "f.jsonl": b"\n" * 600 + LINES, "val.jsonl": b" \n"}, "a.jsonl f.jsonl", "",
         {"b.jsonl": "empty", "c.jsonl": "no text", "d.jsonl.gz": "no text", "e.jsonl.gz": "empty",
          "val.jsonl": "no text"}),
+    "of Spark and Delta Lake": (
+        {"x/_delta_log/0.json": JSON, "x/a.parquet": rows(), "x/_temporary/0/b.parquet": rows()}, "x/a.parquet", "",
+        dict.fromkeys(("x/_delta_log/0.json", "x/_temporary/0/b.parquet"), "a file of Spark or Delta Lake")),
     "without rows": ({"a.parquet": rows(), "b.parquet": rows([])}, "a.parquet", "", {"b.parquet": "no rows"}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [{}, {"data__train_files": "*.arrow"}, {"data__train_files": "**/*.arrow"}])
+def test_what_datasets_keeps_beside_its_data_is_not_text(tmp_path, keys):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": [f"text {i}" for i in range(40)]}).save_to_disk(tmp_path)
+    saved = datasets.load_from_disk(tmp_path)
+    saved.map(lambda row: {"text": row["text"].upper()}, num_proc=2).shuffle(seed=1)
+    made = {path.name for path in tmp_path.glob("cache-*.arrow")}
+    source = opened(tmp_path, **keys)
+    assert source.train_shards == ("data-00000-of-00001.arrow",) and len(made) == 3
+    assert made == {name for name, why in source.chosen.left_out.items() if why == "a cache of the datasets library"}
+    assert "(a cache of the datasets library)" in source.contents["left out"]
+    assert [*opened(tmp_path, data__train_files="cache-*_of_*.arrow").train_shards] == sorted(
+        name for name in made if "_of_" in name
+    )  # a glob of such files alone means them
 
 
 @pytest.mark.parametrize("case", FOLDERS)
@@ -271,6 +291,9 @@ FIXED = {  # root, train_files, validation_files, and the commits of the address
     "train_files alone": (None, f"{HUB}/part-[02].jsonl", None, [(HUB, A, 0), (HUB, A, 2)]),
     "one revision": (None, f"{HUB}@main/part-0.jsonl", f"{HUB}@main/part-1.jsonl", [(HUB, A, 0), (HUB, A, 1)]),
     "another repository": (None, f"{HUB}/part-0.jsonl", f"{OTHER}@{B}/part-1.jsonl", [(HUB, A, 0), (OTHER, B, 1)]),
+    "a branch of the hub's own": (f"{HUB}@refs/convert/parquet", None, f"{HUB}@refs/convert/parquet/part-1.jsonl",
+                                  [(HUB, A, 0), (HUB, A, 2), (HUB, A, 1)]),
+    "a proposed change": (f"{HUB}@refs%2Fpr%2F12", None, None, [(HUB, A, 0), (HUB, A, 1), (HUB, A, 2)]),
     "the same name of another": (None, f"{HUB}/part-0.jsonl", f"{OTHER}@{B}/part-0.jsonl",
                                  [(HUB, A, 0), (OTHER, B, 0)]),
 }  # fmt: skip
@@ -288,6 +311,13 @@ def test_a_run_keeps_the_commit_of_all_its_files(hub, case):
     again = opened(root, A, **keys)
     assert addresses(again) == addresses(source) and again.version == A
     assert opened(root, **keys).version == hub.commit
+
+
+def test_a_revision_that_does_not_exist_names_the_key(hub):
+    hub.revisions = {"main", A}
+    rule = "Is there a revision my? data.revision also takes a branch with a slash in its name"
+    refused(rf"o/n: the Hugging Face hub .*{re.escape(rule)}", f"{HUB}@my/branch")
+    assert opened(HUB, data__revision="main").version == A
 
 
 def test_the_commit_of_validation_on_the_hub_is_kept(hub, tmp_path):

@@ -18,10 +18,11 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 from data_corpus import NASTY, make_config
 
-from dlr_pretrain.data import embedding_rows, load_tokenizer, open_tokenizer
+from dlr_pretrain.data import embedding_rows, load_tokenizer, open_source, open_tokenizer
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.corpus import Corpus
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import Stopped, UserError
+from tests.conftest import main_of
 
 
 def byte_level(folder: Path) -> Path:
@@ -104,6 +105,57 @@ def test_every_tokenizer_has_its_librarys_ids_and_one_end(kind, tmp_path):
     assert [ids.tolist() for ids in found] == expected and tokenizer.encode([]) == []
     assert all(ids.dtype == np.int32 and max(ids, default=0) < tokenizer.vocab_size for ids in found)
     assert all(tokenizer.eos_id not in ids for ids in found)
+
+
+def chat(folder: Path) -> Path:
+    """A byte-level tokenizer with the special tokens of chats, and texts of chats beside it."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(byte_level(folder)))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "chat.json"))
+    turns = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in small_tokenizer.SENTENCES]
+    (folder / "text").mkdir()
+    (folder / "text" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*turns, "x"] * 4))
+    return folder / "chat.json"
+
+
+@pytest.mark.parametrize("special", ["text", "tokens"])
+def test_special_tokens_in_text_count_as_chosen_also_when_exported(tmp_path, train, special, capsys):
+    """Training, its tokens on disk, the export and the summary agree; the tokens resume as the text they are from."""
+    transformers = pytest.importorskip("transformers")
+    path, turn = chat(tmp_path), "<|im_start|>user\nhello<|im_end|>\n"
+    choice = [f"data.special_tokens={special}", f"tokenizer.path={path}"]
+    text = ["data=local", f"data.root={tmp_path / 'text'}", *choice]
+    assert main_of("prepare_data", *text, "--output", tmp_path / "tokens", "--workers", "1") == 0
+    read = "ordinary characters" if special == "text" else "tokens"
+    said = f"48 texts with special tokens (<|endoftext|>, <|im_end|>, <|im_start|>, ...), read as {read} (data.s"
+    assert said in capsys.readouterr().out
+    end = {"train.steps": 4, "eval.every": 4, "checkpoint.every": 4}
+    keys = ["data.streams=1", "eval.packing=packed", *(f"{name}={value}" for name, value in end.items())]
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", *text, *keys, "train.stop_after=2")
+    run = train(tmp_path / "run", "data=tokens", f"data.root={tmp_path / 'tokens'}", "tokenizer.path=null", *keys)
+    trained = load_tokenizer(run / "tokenizer")
+    ids = trained.encode([turn])[0].tolist()
+    assert (trained.encode(["<|im_start|>"])[0].size == 1) is (special == "tokens")
+    exported = transformers.AutoTokenizer.from_pretrained(run / "folded", trust_remote_code=False)
+    assert exported(turn).input_ids == ids and exported.decode(ids) == turn
+    assert load_tokenizer(run / "folded").fingerprint == trained.fingerprint
+    assert capsys.readouterr().out.count("\nspecial     48 texts with special tokens") == 2
+    with pytest.raises(UserError, match="not the tokenizer"):  # the other reading is another tokenizer
+        other = load_tokenizer(path, None, "text" if special == "tokens" else "tokens")
+        next(open_source(make_config("tokens", data__root=tmp_path / "tokens")).validation(other))
+
+
+def test_special_tokens_that_could_not_count_are_refused(tmp_path):
+    path, source = small_tokenizer.train(tmp_path), object()
+    cfg = make_config("local", data__special_tokens="tokens", tokenizer__path=path)
+    with pytest.raises(
+        UserError, match=r"data.special_tokens=tokens: a SentencePiece model reads .* or use a tokenizer"
+    ):
+        open_tokenizer(cfg, source)
+    cfg = make_config("local", data__special_tokens="tokens", tokenizer__path=chat(tmp_path), data__mask_documents=True)
+    with pytest.raises(UserError, match=r"data.mask_documents=true with data.special_tokens=tokens: .*<.endoftext.>"):
+        open_tokenizer(cfg, source)
 
 
 @pytest.mark.parametrize("kind", ["t5", *(pytest.param(kind, marks=pytest.mark.full) for kind in list(KINDS)[1:])])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,19 +17,36 @@ import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
-from data_corpus import NASTY, PACKINGS, global_batches, make_config, same, write_shards
+from data_corpus import NASTY, PACKINGS, global_batches, lines_of, make_config, same, write_shards, write_table
 
-from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, prepare, streams, validation_set
+from dlr_pretrain.data import (
+    inputs_and_targets,
+    load_tokenizer,
+    open_source,
+    open_tokenizer,
+    prepare,
+    streams,
+    validation_set,
+)
+from dlr_pretrain.data.columns import WHOLE, Part
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.train.record import open_record, update_record
-from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from dlr_pretrain.util.files import locked, wait_for
 from tests.conftest import ROOT, main_of
 
 WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
+SPLITS = ("train", "validation")
 SHARDS = [[*NASTY, *WORDS[:90]], WORDS[90:150], ["word " * 5000, *WORDS[150:]]]
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """Each file of a few kilobytes fills a shard, and a larger one is divided among several jobs."""
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(prepare, "JOB_BYTES", 2000)
 
 
 @pytest.fixture
@@ -189,7 +207,7 @@ def test_kills_do_not_change_the_tokens(root, model, made, tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "replace", die)
     while True:
-        count = iter([True] * 3)
+        count = iter([True] * 4)  # a shard is four files
         if (child := os.fork()) == 0:
             try:
                 make(root, model, output)
@@ -199,8 +217,9 @@ def test_kills_do_not_change_the_tokens(root, model, made, tmp_path, monkeypatch
             break
         deaths += 1
         found = content(output)
-        assert MANIFEST not in found or found[MANIFEST] == whole[MANIFEST]
-    monkeypatch.undo()
+        if MANIFEST in found:
+            assert json.loads(found[MANIFEST]) | {"contents": {}} == json.loads(whole[MANIFEST]) | {"contents": {}}
+    monkeypatch.setattr(os, "replace", replace)
     assert content(output) == whole and deaths > 2
     assert make(root, model, output) == [True] * 4
 
@@ -215,19 +234,102 @@ def test_any_number_of_workers_writes_the_same_shards(root, model, made, tmp_pat
     assert make(root, model, made, workers=2) == [False, False, True, True] and content(made) == whole
 
 
-@pytest.mark.parametrize("suffix", [".tokens", ".ends", ".sha256"])
+@pytest.mark.parametrize("suffix", [".tokens", ".ends", ".files", ".sha256"])
 def test_the_same_command_repairs_a_flipped_bit(root, model, made, tmp_path, suffix):
-    """In a cache, the next start repairs it. A folder of an older version, without checksums, is accepted."""
+    """In a cache, the next start repairs it."""
     whole = content(made)
     flip((made / ONE).with_suffix(suffix))
     assert make(root, model, made) == [True, False, True, True] and content(made) == whole
-    for path in made.glob("*.sha256"):
-        path.unlink()
-    assert make(root, model, made) == [True] * 4
+    (made / ONE).with_suffix(suffix).unlink()
+    assert make(root, model, made) == [True, False, True, True] and content(made) == whole
     cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     whole = content(first := kept(cfg))
     flip((first / ONE).with_suffix(suffix))
     assert content(kept(cfg)) == whole
+
+
+@PACKINGS
+def test_the_order_does_not_depend_on_the_shards(tmp_path, model, packing, monkeypatch):
+    """Not on their size, nor on the format: an older version made a shard for each file."""
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.jsonl").write_bytes(lines_of(WORDS[i * 7 : i * 7 + (1 if i % 4 else 60)]))
+    keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
+    cfg, source, tokenizer = opened(
+        make_config("local", data__root=tmp_path / "text", data__held_out=0.1, tokenizer__path=model, **keys)
+    )
+    whole, folders = [], {}
+    for size in (1, 15_000, 100_000, 10**9):
+        monkeypatch.setattr(prepare, "SHARD_BYTES", size)
+        folders[size] = tmp_path / f"tokens-{size}"
+        list(make_tokens(source, tokenizer, folders[size], 1))
+        made = TokenSource(folders[size])
+        sizes = made.sizes(packed=True), made.sizes(packed=False)
+        validation = validation_set(cfg, made, tokenizer)
+        whole.append((sizes, validation.tokens.tolist(), global_batches(cfg, made, tokenizer, 2, 40)))
+    assert len({len([*folder.glob("train*.tokens")]) for folder in folders.values()}) == 4
+    assert sorted(folders[10**9].glob("*.tokens")) == [folders[10**9] / f"{s}-00000-of-00001.tokens" for s in SPLITS]
+    assert all(same(one[2], whole[0][2]) and one[:2] == whole[0][:2] for one in whole)
+    assert 0 in whole[0][0][1]  # a file whose only document is held out keeps its number
+
+
+PARAGRAPHS = "\n\n".join(f"{text}\nsecond line" for text in WORDS if text) + "\n \n\n" + "\r\n\r\nlast"
+ONE_FILE = {  # how to write one large file, and the keys with which it is read
+    "a.jsonl": (lambda path: path.write_bytes(lines_of(WORDS) + b"\n\n" + lines_of(NASTY)[:-1]), {}),
+    "a.txt": (lambda path: path.write_text(PARAGRAPHS, newline=""), {"data__document": "paragraph"}),
+    "a.parquet": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
+    "a.arrow": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
+    "a.file.arrow": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_FILE)
+def test_a_large_file_is_cut_among_processes(tmp_path, model, name, monkeypatch):
+    """Its parts have each document once and in order, wherever they are cut."""
+    (tmp_path / "text").mkdir()
+    write, keys = ONE_FILE[name]
+    write(tmp_path / "text" / name)
+    cfg = make_config("local", data__root=tmp_path / "text", data__held_out=0.1, tokenizer__path=model, **keys)
+    _, source, tokenizer = opened(cfg)
+    whole = [*source.divided(name, WHOLE)]
+    for count in (2, 3, 40, 997, 5000):
+        assert [row for i in range(count) for row in source.divided(name, Part(i, count))] == whole
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 10**9)
+    assert len(prepare.plan(source)) == 1 and len(prepare.plan(source)[0][1]) > 3
+    made = {}
+    for workers, size in ((1, 10**9), (1, 2000), (2, 2000)):
+        monkeypatch.setattr(prepare, "JOB_BYTES", size)
+        list(make_tokens(source, tokenizer, tmp_path / f"{workers}-{size}", workers))
+        made[workers, size] = content(tmp_path / f"{workers}-{size}")
+        made[workers, size] = {path: held for path, held in made[workers, size].items() if path.endswith("s")}
+    assert made[1, 2000] == made[2, 2000] and len(made[1, 2000]) == 6
+    for path in ("train-00000-of-00001.tokens", "validation-00000-of-00001.ends"):  # .files has a row for each part
+        assert made[1, 10**9][path] == made[1, 2000][path]
+
+
+def test_a_bad_row_in_a_part_is_named_by_its_number_in_the_file(tmp_path, model):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(WORDS * 4) + b"{bad\n" + lines_of(WORDS))
+    _, source, _ = opened(make_config("local", data__root=tmp_path, tokenizer__path=model))
+    with pytest.raises(UserError, match=r"a.jsonl: document 1200 \(line 1201\) is not JSON"):
+        [*source.divided("a.jsonl", Part(3, 4))]
+
+
+def as_format_4(folder: Path) -> None:
+    """A folder with a shard for each file as an older version wrote it."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 4}))
+    for path in (*folder.glob("*.sha256"), *folder.glob("*.files")):
+        path.unlink()
+
+
+def test_a_folder_of_the_older_format_is_read_but_not_continued(root, model, made):
+    opening = [opened(make_config("tokens", data__root=made, train__seq_len=16))]
+    before = global_batches(*opening[0], 2, 40)
+    as_format_4(made)
+    assert same(global_batches(*opened(make_config("tokens", data__root=made, train__seq_len=16)), 2, 40), before)
+    with pytest.raises(UserError, match=r"older version, which this version reads but .* train with data=tokens"):
+        make(root, model, made)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -244,12 +346,20 @@ def test_another_process_that_prepares_the_folder_is_named(root, model, tmp_path
     assert not (tmp_path / "tokens" / ".lock").exists()
 
 
+def test_a_tokenizer_is_not_trained_where_another_process_writes(root, tmp_path, capsys):
+    command = ("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--output", tmp_path / "tokens")
+    with locked(tmp_path / "tokens"):
+        assert main_of("prepare_data", *command) == EXIT_FAILED
+    said = capsys.readouterr()
+    assert f"is being written by process {os.getpid()} on " in said.err and "training" not in said.out
+
+
 class Deadly(TextSource):
     """A source whose readers are killed, as when memory runs out."""
 
-    def read(self, shard, start=0):
+    def divided(self, name, part):
         os.kill(os.getpid(), signal.SIGKILL)
-        yield ""
+        yield "", None
 
 
 def test_a_dead_worker_is_reported(root, model, tmp_path):
@@ -262,10 +372,10 @@ def test_a_dead_worker_is_reported(root, model, tmp_path):
 class Endless(TextSource):
     """A source whose readers record their process ids, and never end."""
 
-    def read(self, shard, start=0):
+    def divided(self, name, part):
         (Path(self.data.root) / f"{os.getpid()}.reader").touch()
         time.sleep(600)
-        yield ""
+        yield "", None
 
 
 def test_workers_end_when_their_parent_is_killed(root, model, tmp_path):
@@ -274,7 +384,8 @@ def test_workers_end_when_their_parent_is_killed(root, model, tmp_path):
 
     program = f"""
 from pathlib import Path
-from test_data_tokens import Endless, make_config, make_tokens, opened
+from test_data_tokens import Endless, make_config, make_tokens, opened, prepare
+prepare.SHARD_BYTES = 4000
 _, source, tokenizer = opened(make_config(data__root={str(root)!r}, tokenizer__path={str(model)!r}))
 source.__class__ = Endless
 list(make_tokens(source, tokenizer, Path({str(tmp_path)!r}, "tokens"), 2))
@@ -313,6 +424,74 @@ def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, capsy
     assert "(4 shards were already there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
     trained = (tmp_path / "tokens.300.model").read_bytes()
     assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == trained
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_rows_left_out_are_counted_by_file(tmp_path, model, held_out, capsys):
+    """In what the command says, in the manifest, in the summary of a run on text, and in that of one on its tokens."""
+    text, bad = tmp_path / "text", b'{"content": "another column"}\n'
+    text.mkdir()
+    (text / "a.jsonl").write_bytes(lines_of(WORDS))
+    (text / "b.jsonl").write_bytes(bad * 290 + lines_of(WORDS[:10]))
+    if not held_out:
+        (text / "validation.jsonl").write_bytes(bad * 3 + lines_of(WORDS[:4]))
+    given = ("data=local", f"data.root={text}", f"tokenizer.path={model}", "data.bad_rows=skip", "--workers", "1")
+    for _ in range(2):
+        assert main_of("prepare_data", *given, "--output", tmp_path / "tokens") == 0
+        more = "" if held_out else ", 3 of 7 in validation.jsonl"
+        counted = f"{290 if held_out else 293} left out: 290 of 300 in b.jsonl{more}"
+        assert f"\nbad rows    {counted}\n" in capsys.readouterr().out
+    own = {"data__root": text, "data__bad_rows": "skip", "data__cache": tmp_path / "cache", "tokenizer__path": model}
+    _, source, tokenizer = opened(make_config("local", **own))
+    for _ in range(2):
+        assert tokenised_once(source, tokenizer, 4, print).contents["bad rows"] == counted
+    assert TokenSource(tmp_path / "tokens").contents["bad rows"] == counted
+
+
+@pytest.mark.parametrize("job_bytes", [1000, 10**6])
+def test_a_file_of_which_no_row_remains_stops_the_run(tmp_path, model, job_bytes, monkeypatch):
+    monkeypatch.setattr(prepare, "JOB_BYTES", job_bytes)
+    (tmp_path / "a.jsonl").write_bytes(lines_of(WORDS * 4))
+    (tmp_path / "b.jsonl").write_bytes(b'{"content": "another column"}\n' * 290)
+    cfg = make_config("local", data__root=tmp_path, data__bad_rows="skip", tokenizer__path=model)
+    _, source, tokenizer = opened(cfg)
+    rule = r"b\.jsonl: data\.bad_rows=skip leaves out all of its 290 rows: .*Set data\.text_key to .* or leave the file"
+    with pytest.raises(UserError, match=rule):
+        list(make_tokens(source, tokenizer, tmp_path / "tokens", 1))
+    with pytest.raises(UserError, match=rule):
+        list(source.read("b.jsonl"))
+
+
+def trained(tmp_path, capsys, texts: list[str], *words: str) -> tuple[int, str]:
+    """The exit code of the command that trains a tokenizer on texts, and what it says."""
+    (tmp_path / "a.jsonl").write_bytes(lines_of(texts))
+    given = ("data=local", f"data.root={tmp_path}", "--output", tmp_path / "out", "--workers", "1", *words)
+    code, said = main_of("prepare_data", *given), capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.mark.parametrize("space", [" ", ""])
+def test_a_trained_tokenizer_has_seen_long_lines(tmp_path, capsys, space):
+    short, long = ([f"{space}".join(letters[(i * k) % 10] * 3 for k in range(n)) for i in range(1, count)]
+                   for letters, n, count in (("abcdefghij", 40, 400), ("klmnopqrst", 2000, 40)))  # fmt: skip
+    code, said = trained(tmp_path, capsys, short + long, "--train-tokenizer", "300")
+    tokenizer = load_tokenizer(tmp_path / "out.300.model")
+    pieces = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+    assert code == 0 and sum(bool(set(piece) & set("klmnopqrst")) for piece in pieces) > len(pieces) / 4
+    seen = re.search(
+        r"training a tokenizer of 300 tokens on ([\d,]+) characters \((\d+) documents in 1 of 1 file\)", said
+    )
+    assert int(seen[1].replace(",", "")) > 200_000 and int(seen[2]) > 420
+
+
+def test_a_tokenizer_with_too_few_tokens_is_refused_in_our_words(tmp_path, capsys):
+    texts = ["".join(chr(0x4E00 + (i * 7 + k) % 3000) for k in range(1500)) for i in range(60)]
+    code, said = trained(tmp_path, capsys, texts, "--train-tokenizer", "1000")
+    rule = r"its characters alone need about 1,9\d\d tokens \(--character-coverage=0\.9999\)"
+    assert code == EXIT_FAILED and re.search(f"{rule}. Give --train-tokenizer a larger number, or lower --char", said)
+    assert "--character_coverage" not in said and "src/" not in said
+    assert trained(tmp_path, capsys, texts, "--character-coverage", "0.99")[0] == EXIT_FAILED
+    assert trained(tmp_path, capsys, texts, "--train-tokenizer", "9", "--character-coverage", "0.5")[0] == EXIT_CONFIG
 
 
 def cut(path: Path) -> None:

@@ -15,6 +15,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.data import ValidationSet, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import build_model
+from dlr_pretrain.train import evaluate
 from dlr_pretrain.train.evaluate import STRIPES, Evaluator, galore_perplexity, halves
 
 
@@ -32,6 +33,19 @@ class Constant(nn.Module):
     def forward(self, ids, targets):
         self.calls.append(tuple(ids.shape))
         return self.loss * (targets != -100).sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stop_abandons_an_evaluation(world_size, monkeypatch):
+    """Between two batches; on all ranks if any was asked to, after the batches in which they do not ask each other."""
+    monkeypatch.setattr(evaluate, "ASKED_EVERY", 3)
+    model, shares = Constant(1.0), []
+    given = ranks(0, world_size, lambda asked: asked + (len(model.calls) >= 7) if asked.dim() == 0 else asked)
+    stop = (lambda: len(model.calls) >= 7) if world_size == 1 else (lambda: False)  # of two ranks, the other is asked
+    assert Evaluator(validation(60, 1), 1, given, stop=stop, progress=shares.append)(model) is None
+    assert len(model.calls) == (7 if world_size == 1 else 8)
+    assert shares[0] == 0 and shares == sorted({*shares}) and shares[-1] < 1
+    assert Evaluator(validation(3, 1), 1, given, progress=shares.append)(model) is not None
 
 
 def validation(rows: int, real_tokens: int):

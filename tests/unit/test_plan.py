@@ -107,7 +107,7 @@ def test_the_command_prints_json_with_stable_keys(capsys):
     found = json.loads(done.out)
     assert list(found) == [
         *("run", "vocabulary", "parameters", "flops_per_token", "flops_total", "memory", "disk", "batch", "steps"),
-        *("warmup_steps", "tokens", "speed", "paper"),
+        *("warmup_steps", "tokens", "evaluations", "speed", "paper"),
     ]
     assert done.err == ""
     assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
@@ -136,6 +136,10 @@ def test_time_follows_from_flops_and_utilisation():
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
         assert e["hours"] * 3600 == pytest.approx(140_000 * 131_072 / e["tokens_per_second"])
+    often = plan(config("scale=1b", "backbone=cola", "eval.every=600", "eval.tokens=20000000", ranks=32), 32)
+    share = 234 * 20_000_000 / 3 / (140_000 * 131_072)  # forward alone
+    assert often["evaluations"] == {"count": 234, "tokens": 20_000_000, "share": pytest.approx(share)}
+    assert f"234 evaluations of 20M tokens add {share:.1%} or more" in " ".join(render(often).split())
     text = " ".join(render(found).split())
     assert "1,044,264 tokens/s on 32 H100" in text and "13.09 GB" in text and "compiled code takes less" in text
 
