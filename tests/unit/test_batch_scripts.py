@@ -30,7 +30,8 @@ def batch(tmp_path):
         does = {
             "srun": srun,
             "squeue": squeue,
-            "my_python": f"echo $(head -n 1 {answers}) {tmp_path}/run; sed -i 1d {answers}",
+            # it answers last: the script goes on with the answer, and the next one may be asked for at once
+            "my_python": f"step=$(head -n 1 {answers}); sed -i 1d {answers}; echo $step {tmp_path}/run",
         }
         for name, what in (dict.fromkeys(("sleep", "scancel", "scontrol"), ":") | does).items():
             stub = tmp_path / name
