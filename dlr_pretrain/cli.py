@@ -23,7 +23,7 @@ from dlr_pretrain.config.written import shorter_run
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, command, record_for_torchrun, report_error, say_once
 
-# By the variable in which a launcher counts the processes that it has started: its name, and its command for one on each
+# By the variable in which a launcher counts the processes that it starts: its name, and its command for one on each
 # node. The launchers of MPI start their own processes through srun, and srun may set the variable of PMI.
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("mpirun of Open MPI", "mpirun -np <nodes> --map-by ppr:1:node"),
