@@ -41,6 +41,7 @@ from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.util.errors import Parser, UserError, command, first_line
+from dlr_pretrain.util.files import file_system, require_durable
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
 
@@ -179,11 +180,12 @@ def limits() -> str:
 
 
 def disk(cfg: Config, planned: dict[str, int]) -> str:
-    """The free space of the run's disk, compared with what the run keeps."""
+    """The free space of the run's disk, compared with what the run keeps. Its file system must keep what is saved."""
     place = _existing(Path(str(cfg.run.dir)))
+    require_durable(place)
     held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
-    text = f"{place}: {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
+    text = f"{place} ({file_system(place)}): {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
     if free + held < planned["run"]:
         fix = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
         raise UserError(f"{text}. {fix}")
