@@ -28,7 +28,7 @@ from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
-from dlr_pretrain.util.files import draft_of, locked, refuse_foreign, sync, write_durably
+from dlr_pretrain.util.files import draft_of, locked, new_pool, refuse_foreign, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
@@ -74,7 +74,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     # The fork server has none of this process's threads, and imports modules once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:  # starts workers on demand
+    with new_pool(ProcessPoolExecutor, workers, context, _end_with_parent) as pool:  # starts workers on demand
         complete = partial(_complete, source, output)
         yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
     for suffix in SUFFIXES:

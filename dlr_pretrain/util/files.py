@@ -17,14 +17,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from dlr_pretrain.util.errors import FIXES, UserError, naming
 
 MARK = ".dlr_pretrain"  # in a folder of results: the command that wrote them
+SHARED_MEMORY = Path("/dev/shm")
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
 Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]  # see ``misfit``
 NUMBER = int | float
+T = TypeVar("T")
 BEAT: Shape = {"host": str, "pid": int, "machine": str, "token": str, "time": NUMBER}
 
 
@@ -115,6 +117,15 @@ def require_durable(folder: Path) -> None:
     finally:
         for left in (scratch, renamed):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def new_pool(kind: Callable[..., T], *options: Any) -> T:
+    """A pool of threads or processes. Raises UserError if the system refuses its semaphores, which are files as well."""
+    try:
+        return kind(*options)
+    except OSError as error:
+        fix = "Start the container with one that can be written, such as docker's --shm-size=8g"
+        raise UserError(f"{SHARED_MEMORY}: {error.strerror}. Pools of workers need it for semaphores. {fix}") from error
 
 
 def file_system(path: Path) -> str:

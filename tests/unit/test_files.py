@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
 
+from dlr_pretrain.cli import load
+from dlr_pretrain.data import open_source, open_tokenizer, tokenised_once
 from dlr_pretrain.util import files
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import claim, locked, write_durably
@@ -147,3 +150,27 @@ def test_a_file_system_that_would_not_keep_saved_work_is_refused(tmp_path, monke
     with pytest.raises(UserError), files.locked(tmp_path):
         pytest.fail("a command writes there")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("kind", [ThreadPool, ProcessPoolExecutor])
+def test_a_pool_without_shared_memory_names_it(monkeypatch, kind):
+    """The semaphores of a pool are files, and their error names none. It was taken for that of another file."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refused)
+    with pytest.raises(UserError, match=r"^/dev/shm: Read-only file system\. Pools of workers .*--shm-size=8g$"):
+        files.new_pool(kind, 2)
+
+
+def test_tokens_that_shared_memory_prevents_do_not_blame_the_cache(words, tmp_path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    cfg = load(words(f"data.cache={tmp_path}", f"run.dir={tmp_path}/run"))
+    source = open_source(cfg, print)
+    tokenizer = open_tokenizer(cfg, source)
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refused)
+    with pytest.raises(UserError, match=r"^/dev/shm: Read-only file system\. Pools"):
+        tokenised_once(source, tokenizer, cfg.num_streams, print)
