@@ -53,7 +53,7 @@ ASKING_THREADS = 16
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-# aiohttp, which fsspec uses, heeds HTTPS_PROXY, NO_PROXY and ~/.netrc only if it is asked to; a user's own setting is kept
+# aiohttp, which fsspec uses, heeds HTTPS_PROXY, NO_PROXY and ~/.netrc only if asked to. A user's own setting is kept.
 for _protocol, _options in (("http", "client_kwargs"), ("https", "client_kwargs"), ("gs", "session_kwargs")):
     if _protocol != "https" or _protocol in fsspec.config.conf:  # which would replace all options of "http"
         fsspec.config.conf.setdefault(_protocol, {}).setdefault(_options, {}).setdefault("trust_env", True)
@@ -274,9 +274,8 @@ def _commit(repository: str, revision: str | None) -> str | None:
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer to ``ask``. Raises UserError if there is none within seconds. A busy hub is asked again."""
-    pool = new_pool(
-        ThreadPool, 1
-    )  # a DNS look-up has no time-out, and a process that ends does not wait for its threads
+    # A DNS look-up has no time-out, and a process does not wait for this pool's threads when it ends.
+    pool = new_pool(ThreadPool, 1)
     try:
         with _noting_silence(name), pool:
             return _retried(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, seconds=0.0)

@@ -120,7 +120,7 @@ def require_durable(folder: Path) -> None:
 
 
 def new_pool(kind: Callable[..., T], *options: Any) -> T:
-    """A pool of threads or processes. Raises UserError if the system refuses its semaphores, which are files as well."""
+    """A pool of threads or processes. Raises UserError if the system refuses its semaphores, which are files too."""
     try:
         return kind(*options)
     except OSError as error:

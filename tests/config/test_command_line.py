@@ -401,3 +401,17 @@ def test_the_pages_sweep_with_a_plugin_of_hydra_runs(plugin, tmp_path):
     assert len(list(tmp_path.glob("*/folded/config.json"))) == 2
     if plugin == "optuna":
         assert "best_value" in (tmp_path / "multirun" / "optimization_results.yaml").read_text()
+
+
+@pytest.mark.full
+def test_the_same_command_continues_a_study_in_a_file(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[sweeps]"')
+    (line,) = (line for line in commands("docs/runs.md") if "optuna" in line)
+    study = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db", "hydra.sweeper.study_name=lr"]
+    words = ["precision=fp32", *SMALL, *SHORT, "hydra.sweeper.n_trials=1", f"run.root={tmp_path}", *study]
+    for trials in (1, 2):
+        done = subprocess.run(
+            [sys.executable, *shlex.split(line)[1:], *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(list(tmp_path.glob("*/folded/config.json"))) == trials

@@ -293,6 +293,7 @@ def test_text_on_the_web_is_read_through_the_proxy(monkeypatch):
     """The host exists for the proxy alone, as on a cluster whose nodes have no network of their own."""
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
     fsspec.filesystem("http").clear_instance_cache()
     with web_server(b"some text") as (proxy, asked):
         monkeypatch.setenv("http_proxy", proxy)
@@ -304,6 +305,7 @@ def test_text_on_the_web_is_read_through_the_proxy(monkeypatch):
 def test_a_host_in_no_proxy_is_reached_directly(monkeypatch):
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
     fsspec.filesystem("http").clear_instance_cache()
     with web_server(b"some text") as (address, asked), web_server(b"of the proxy") as (proxy, of_proxy):
         monkeypatch.setenv("http_proxy", proxy)
