@@ -23,6 +23,15 @@ from dlr_pretrain.config.written import shorter_run
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, command, record_for_torchrun, report_error, say_once
 
+# By the variable in which a launcher counts the processes that it starts: its name, and its command for one on each
+# node. The launchers of MPI start their own processes through srun, and srun may set the variable of PMI.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": ("mpirun of Open MPI", "mpirun -np <nodes> --map-by ppr:1:node"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun of MVAPICH", "mpirun_rsh -np <nodes> -ppn 1"),
+    "SLURM_STEP_NUM_TASKS": ("srun", "srun --ntasks-per-node=1"),
+    "PMI_SIZE": ("mpiexec of MPICH or Intel MPI", "mpiexec -n <nodes> -ppn 1"),
+}
+
 
 def main(run: Callable[[Config], float | None]) -> int:
     """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
@@ -53,17 +62,29 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun has started. Raises UserError if its variables are incomplete or invalid."""
+    """The number of ranks that torchrun has started. Raises UserError if its variables are incomplete or invalid, or if
+    another launcher has started processes that do not know each other as ranks."""
     given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if not given and tasks == "1":
+    counts = {name: count for name in LAUNCHERS if (count := os.environ.get(name, "1")) != "1"}
+    if not given and not counts:
         return 1
+    variable = next(iter(counts), "SLURM_STEP_NUM_TASKS")
+    launcher, once_a_node = LAUNCHERS[variable]
+    started = f"{launcher} has started {counts.get(variable)} processes ({variable}={counts.get(variable)})"
+    across = f"{once_a_node} torchrun --nnodes <nodes> --rdzv-backend c10d --rdzv-endpoint <first node>:29500"
     rank, world = given.get("RANK", ""), given.get("WORLD_SIZE", "")
     if rank.isdigit() and world.isdigit() and int(rank) < int(world) and given.get("LOCAL_RANK", "0").isdigit():
-        return int(world)
-    said = ", ".join(f"{name}={value}" for name, value in given.items()) or f"srun started {tasks} tasks"
+        if not counts or os.environ.get("GROUP_WORLD_SIZE") != "1":
+            return int(world)
+        said, rule = started, "each is a torchrun of its own, and all would write the same run"
+    elif given:
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        rule = "torchrun sets RANK, WORLD_SIZE and LOCAL_RANK together"
+    else:
+        said, rule = started, "they do not know each other as ranks, and all would write the same run"
     fix = "Start ranks with torchrun --nproc-per-node <GPUs> train.py ..., under SLURM with slurm/train.sbatch"
-    raise UserError(f"{said}: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK together. {fix}; else unset them")
+    fix += f", on several nodes with {across} --nproc-per-node <GPUs> train.py ..."
+    raise UserError(f"{said}: {rule}. {fix}; else unset {', '.join(counts or given)}")
 
 
 def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> int:

@@ -25,6 +25,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
 import torch.distributed as dist
@@ -41,12 +43,15 @@ from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.util.errors import Parser, UserError, command, first_line
+from dlr_pretrain.util.files import SHARED_MEMORY, file_system, new_pool, require_durable
 from dlr_pretrain.util.process import cores
+from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
+CONNECT_SECONDS = 10.0  # that a proxy has to accept a connection
 REDUCED = 64 << 20  # bytes of the all-reduce
-SHARED_MEMORY, LITTLE_SHARED_MEMORY = Path("/dev/shm"), 1 << 30  # a container of Docker has 64 MB by default
+LITTLE_SHARED_MEMORY = 1 << 30  # a container of Docker has 64 MB by default
 SLOW_NETWORK = 10e9  # bytes/s of a ring; slower GPUs communicate over sockets
 
 
@@ -78,6 +83,7 @@ def sound(words: list[str]) -> bool:
     if of_machine:
         say("gpus", *perform(60, partial(gpus, cfg)))
         say("limits", *perform(60, limits))
+        say("network", *perform(60, partial(network, cfg)))
         say("disk", *perform(60, lambda: in_child(partial(disk, cfg, disk_bytes(cfg, cfg.planned_vocab_size)), 30)))
     try:
         with Ranks(cfg) as ranks, StopRequest(ranks):
@@ -119,7 +125,7 @@ def in_child(act: Callable[[], str], seconds: float, start: str = "fork") -> str
 
     ``start`` is "spawn" if ``act`` uses CUDA, which fails in a fork. Raises what ``act`` raises, or UserError.
     """
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context(start))
+    pool = new_pool(ProcessPoolExecutor, 1, multiprocessing.get_context(start))
     try:
         return pool.submit(act).result(seconds)
     except TimeoutError:
@@ -163,6 +169,9 @@ def limits() -> str:
     require_files(world)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{soft:,} of {hard:,} open files"
+    if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK):
+        fix = "Start the container with one that can be written, such as docker's --shm-size=8g"
+        raise UserError(f"{text}; {SHARED_MEMORY} cannot be written, and workers need it. {fix}")
     if world > here and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = socket.gethostname()
         address = socket.gethostbyname(name)
@@ -178,12 +187,35 @@ def limits() -> str:
     return text
 
 
+def network(cfg: Config) -> str:
+    """How this machine reaches the servers of the run's text and tokenizer, and whether their proxies answer."""
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    texts = (cfg.data.root, cfg.data.train_files, cfg.data.validation_files)
+    addresses = [urlsplit(address) for address in texts if address and "://" in address]
+    servers = [hub if address.scheme == "hf" else address for address in addresses if address.scheme != "file"]
+    servers += [hub] if cfg.data.source == "local" and cfg.tokenizer.path is None else []
+    routes = {}
+    for server in servers:
+        bypassed = not server.hostname or proxy_bypass(server.hostname)
+        proxy = None if bypassed else getproxies().get(server.scheme if server.scheme == "http" else "https")
+        routes[server.hostname or server.netloc] = f"through {redact(proxy)}" if proxy else "directly"
+        if proxy:
+            to = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+            try:
+                socket.create_connection((to.hostname, to.port or 80), CONNECT_SECONDS).close()
+            except (OSError, ValueError) as error:
+                fix = "Correct HTTP_PROXY and HTTPS_PROXY, or name hosts without a proxy in NO_PROXY"
+                raise UserError(f"{server.hostname} through {redact(proxy)}: {first_line(error)}. {fix}") from error
+    return ", ".join(f"{host} {route}" for host, route in routes.items()) or "text and tokenizer are on this machine"
+
+
 def disk(cfg: Config, planned: dict[str, int]) -> str:
-    """The free space of the run's disk, compared with what the run keeps."""
+    """The free space of the run's disk, compared with what the run keeps. Its file system must keep what is saved."""
     place = _existing(Path(str(cfg.run.dir)))
+    require_durable(place)
     held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
-    text = f"{place}: {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
+    text = f"{place} ({file_system(place)}): {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
     if free + held < planned["run"]:
         fix = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
         raise UserError(f"{text}. {fix}")

@@ -24,7 +24,7 @@ from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.state import queue, status_of
 from dlr_pretrain.launch.submit import start
 from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, share, write_to_stderr
-from dlr_pretrain.util.files import claim
+from dlr_pretrain.util.files import claim, new_pool
 from dlr_pretrain.util.process import cores
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def rehearse(given: argparse.Namespace) -> int:
         run.dir: run for work in works for run, at in zip(work.runs, work.stands, strict=True) if at.state != "complete"
     }
     write_to_stderr(f"{len(due)} runs")
-    with get_context("fork").Pool(cores()) as pool:
+    with new_pool(get_context("fork").Pool, cores()) as pool:
         for number, problem in enumerate(pool.imap_unordered(train, due.values()), 1):
             write_to_stderr(f"{number}/{len(due)} {problem}")
     works = read_works(given, overrides, output / "results")

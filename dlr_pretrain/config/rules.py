@@ -5,11 +5,16 @@ The rules of a single backbone or optimizer are in the class of its options.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
 import shutil
+import subprocess
+import sysconfig
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 from dlr_pretrain.config.problems import Problem, as_typed
 from dlr_pretrain.config.tree import (
@@ -22,6 +27,7 @@ from dlr_pretrain.config.tree import (
     largest_divisor,
 )
 from dlr_pretrain.config.written import flatten, to_dict
+from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
 
 # A key or a prefix of keys, another key, and the values of that other key for which the former are read.
@@ -241,10 +247,46 @@ def attention_problem(cfg: Config, device: str) -> Problem | None:
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """The problem if ``compile=true`` finds no compiler on this machine: C++ for a CPU, else C."""
+    """The problem if ``compile=true`` finds no compiler on this machine (C++ for a CPU, else C), or cannot use it."""
     variable, usual = ("CXX", ["g++", "clang++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     compilers = [os.environ[variable]] if variable in os.environ else usual
-    if not cfg.compile or any(map(shutil.which, compilers)):
+    if not cfg.compile:
         return None
-    rule = f"needs a compiler ({' or '.join(compilers)}), which is not installed"
-    return Problem("compile", cfg.compile, rule, f"Use compile=false, or set {variable} to a compiler")
+    if (compiler := next(filter(None, map(shutil.which, compilers)), None)) is None:
+        rule = f"needs a compiler ({' or '.join(compilers)}), which is not installed"
+        return Problem("compile", cfg.compile, rule, f"Use compile=false, or set {variable} to a compiler")
+    kept = "TORCHINDUCTOR_CACHE_DIR"  # Triton's as well, unless it has its own
+    kept = "TRITON_CACHE_DIR" if device != "cpu" and "TRITON_CACHE_DIR" in os.environ else kept
+    places = {"TMPDIR": tempfile.gettempdir()}
+    places[kept] = os.environ.get(kept) or places["TMPDIR"]
+    for name, folder in places.items():
+        if device == "cpu" and re.search(r"[\s'\"\\]", folder):  # torch splits its commands for the compiler there
+            rule = f"torch cannot compile in {folder} ({name}), whose name holds a space, a quote or a backslash"
+            return Problem("compile", cfg.compile, rule, f"Set {name} to another folder, or use compile=false")
+    why = _library_error(Path(places[kept]), compiler, ".cpp" if device == "cpu" else ".c")
+    if why is None:
+        return None
+    rule = f"compiled code cannot be kept in {places[kept]}: {why}"
+    fix = f"Set {kept} to another folder on this machine"
+    if "Python.h" in why:
+        rule, fix = f"needs Python's headers: {why}", "Install them (python3-dev)"
+    return Problem("compile", cfg.compile, rule, f"{fix}, or use compile=false")
+
+
+def _library_error(folder: Path, compiler: str, suffix: str) -> str | None:
+    """Why a library with Python's headers cannot be compiled in ``folder`` and loaded from there; None if it can."""
+    include = sysconfig.get_paths()["include"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".dlr_pretrain-", dir=folder) as scratch:
+            source, library = Path(scratch, f"empty{suffix}"), Path(scratch, "empty.so")
+            source.write_text("#include <Python.h>\n")
+            command = [compiler, "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(library)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                errors = [line for line in done.stderr.splitlines() if "error" in line]
+                return f"{compiler}: {first_line((errors or [done.stderr])[0])}"
+            ctypes.CDLL(str(library))
+    except OSError as error:
+        return first_line(error)
+    return None

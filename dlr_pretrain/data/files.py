@@ -31,7 +31,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.util.errors import UserError, first_line, naming, noting_silence, write_to_stderr
-from dlr_pretrain.util.files import draft_of
+from dlr_pretrain.util.files import draft_of, new_pool
 from dlr_pretrain.util.text import plural
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one range in memory
@@ -54,6 +54,10 @@ ASKING_THREADS = 16
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+# aiohttp, which fsspec uses, heeds HTTPS_PROXY, NO_PROXY and ~/.netrc only if asked to. A user's own setting is kept.
+for _protocol, _options in (("http", "client_kwargs"), ("https", "client_kwargs"), ("gs", "session_kwargs")):
+    if _protocol != "https" or _protocol in fsspec.config.conf:  # which would replace all options of "http"
+        fsspec.config.conf.setdefault(_protocol, {}).setdefault(_options, {}).setdefault("trust_env", True)
 _jitter = random.Random()  # separate: a wait must not advance a random state that a run depends on
 
 
@@ -179,7 +183,7 @@ def with_versions(files: list[File]) -> list[File]:
         entry = retry(partial(_info, file), file.address)
         return replace(file, size=entry.get("size"), changed=_version(entry))
 
-    with ThreadPool(ASKING_THREADS) as pool:
+    with new_pool(ThreadPool, ASKING_THREADS) as pool:
         answers = pool.map(ask, files)
     if unknown := [file for file in answers if not (file.is_local or file.version())]:
         rule = "its server reports neither size nor version, so a change of the file will go unnoticed"
@@ -274,9 +278,10 @@ def _commit(repository: str, revision: str | None) -> str | None:
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer to ``ask``. Raises UserError if there is none within seconds. A busy hub is asked again."""
+    # A DNS look-up has no time-out, and a process does not wait for this pool's threads when it ends.
+    pool = new_pool(ThreadPool, 1)
     try:
-        # A DNS look-up has no time-out, and a process does not wait for this pool's threads when it ends.
-        with _noting_silence(name), ThreadPool(1) as pool:
+        with _noting_silence(name), pool:
             return _retried(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, seconds=0.0)
     except Exception as error:  # the types differ between versions of the client
         raise hub_error(name, error, fix) from error

@@ -27,6 +27,7 @@ from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Position, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.files import new_pool
 
 STARTING_THREADS = 16  # read the first rows of the streams
 PREFETCHED_BATCHES = 8  # hide the time in which a stream reads its next block
@@ -125,7 +126,7 @@ def _read_first_rows(rows: dict[int, Iterator[TokenRow]], groups: list[list[int]
             if not closed.is_set() and not failed.is_set():
                 rows[v] = chain([next(rows[v])], rows[v])
 
-    with ThreadPool(min(STARTING_THREADS, len(groups))) as pool:  # its daemons do not keep the process alive
+    with new_pool(ThreadPool, min(STARTING_THREADS, len(groups))) as pool:  # its daemons do not keep the process alive
         done = pool.imap_unordered(work, groups)
         try:
             for _ in done:

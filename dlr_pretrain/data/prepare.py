@@ -36,7 +36,7 @@ from dlr_pretrain.data.streams import cut, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
-from dlr_pretrain.util.files import draft_of, locked, refuse_foreign, sync, write_durably
+from dlr_pretrain.util.files import draft_of, locked, new_pool, refuse_foreign, sync, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural, shortened
 
@@ -144,7 +144,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     work = partial(_tokenise_job, source, output)
-    with ProcessPoolExecutor(workers, context, _start_worker, (work,)) as pool:  # starts workers on demand
+    with new_pool(ProcessPoolExecutor, workers, context, _start_worker, (work,)) as pool:  # starts workers on demand
         parallel = workers > 1 and sum(len(jobs) for _, jobs in shards) >= PARALLEL_JOBS
         mapped = pool.map if parallel else map
         whole = list(mapped(partial(_is_whole, output), [names for names, _ in shards]))

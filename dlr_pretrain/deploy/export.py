@@ -33,7 +33,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import locked, read_json, sync, write_text
+from dlr_pretrain.util.files import locked, read_json, share_mode, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
@@ -206,7 +206,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5
     except SafetensorError as error:
         raise UserError(f"{folder}: its weights cannot be written: {error}") from error
     for file in folder.glob("model*.safetensors"):
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files readable by their owner alone
+        share_mode(file)
 
 
 def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:

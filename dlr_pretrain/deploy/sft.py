@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from dlr_pretrain.config.written import describe_differences
 from dlr_pretrain.deploy.export import draft_folder, open_folder, written_whole
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import read_json, refuse_foreign, sha256_of, write_text
+from dlr_pretrain.util.files import copy_file, read_json, refuse_foreign, sha256_of, write_text
 
 DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
 RECORD = "sft.json"
@@ -95,8 +94,10 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
             rule = "a loss is not finite. Nothing was written"
             raise UserError(f"{output}: {rule}. Lower --lr {setting['learning_rate']:g}")
         if main:
-            left_out = shutil.ignore_patterns("*.safetensors*", "fold.json")
-            shutil.copytree(folder, draft, ignore=left_out, dirs_exist_ok=True)
+            for path in filter(Path.is_file, folder.rglob("*")):
+                if ".safetensors" not in path.name and path.name != "fold.json":
+                    (target := draft / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+                    copy_file(path, target)  # without its mode and times, which a file system may refuse
             model.save_pretrained(draft)
             setting |= made_from
             with (draft / "README.md").open("a", encoding="utf-8") as card:

@@ -22,6 +22,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import jobs, key_of, read, session
 from dlr_pretrain.util.errors import UserError, command, first_line
+from dlr_pretrain.util.files import new_pool
 from dlr_pretrain.util.process import cores
 
 USELESS = ("no such key", "would be ignored")  # how problems with overrides that a run cannot use begin
@@ -144,7 +145,7 @@ def map_on_cores(function: Callable[[Given], Found], items: Sequence[Given], few
     """``function`` of each item, in one process for fewer than ``fewest`` items, because starting more takes time."""
     if len(items) < fewest:
         return list(map(function, items))
-    with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
+    with new_pool(ProcessPoolExecutor, min(16, cores()), multiprocessing.get_context("fork")) as pool:
         return list(pool.map(function, items))
 
 

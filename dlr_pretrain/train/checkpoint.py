@@ -36,7 +36,7 @@ from torch import Tensor
 from dlr_pretrain.config import tree
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of, sync, write_durably
+from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of, share_mode, sync, write_durably
 
 if TYPE_CHECKING:
     from dlr_pretrain.train.ranks import Ranks
@@ -102,7 +102,7 @@ def write_part(
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))  # such as a full disk
         raise OSError(*(int(number[1]), os.strerror(int(number[1])), str(path)) if number else (error,)) from error
-    path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private, whatever the umask
+    share_mode(path)
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
     return path.name, {"sha256": sha256_of(path), "rows": rows}

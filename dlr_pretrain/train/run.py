@@ -35,7 +35,7 @@ from dlr_pretrain.train.state import folded, new_model, new_optimizer, saved_ten
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import open_view
 from dlr_pretrain.util.errors import Diverged
-from dlr_pretrain.util.files import last_record
+from dlr_pretrain.util.files import last_record, require_durable
 from dlr_pretrain.util.text import loading, plural
 
 
@@ -55,6 +55,7 @@ def run(cfg: Config) -> bool:
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         stop.raise_if_asked("before the first step")  # while torch was imported; later, the handler ends the process
         ranks.on_main(lambda: require_run_folder(run_dir, cfg.data.cache))
+        ranks.on_main(lambda: require_durable(run_dir))
         console = Console(cfg, enabled=ranks.is_main)
         corpus = open_corpus(cfg, run_dir, ranks, console.say)
         ranks.require_equal(corpus.fingerprints)

@@ -5,23 +5,28 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import mmap
 import os
+import re
 import shutil
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from dlr_pretrain.util.errors import UserError, naming
+from dlr_pretrain.util.errors import FIXES, UserError, naming
 
 MARK = ".dlr_pretrain"  # in a folder of results: the command that wrote them
+SHARED_MEMORY = Path("/dev/shm")
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
 Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]  # see ``misfit``
 NUMBER = int | float
+T = TypeVar("T")
 BEAT: Shape = {"host": str, "pid": int, "machine": str, "token": str, "time": NUMBER}
 
 
@@ -67,6 +72,73 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+# ----------------------------------------------------------------------------------------------------
+# What a file system may refuse. Modes and locks (``lock``) serve comfort, and may fail: those of cloud storage and of
+# Windows have none. What keeps saved work may not.
+
+
+def share_mode(path: Path) -> None:
+    """Let those read ``path`` who can read its folder: safetensors makes files private, whatever the umask."""
+    with suppress(OSError):
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def require_durable(folder: Path) -> None:
+    """Before anything is written into ``folder``: raise UserError if its file system refuses what keeps saved work.
+
+    Tries each operation in a hidden folder there, or in the nearest folder above that exists.
+    """
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    scratch = place / f".dlr_pretrain-{uuid.uuid4().hex[:8]}"
+    path, other, renamed = scratch / "a", scratch / "b", scratch.with_name(f"{scratch.name}-renamed")
+
+    def map_into_memory() -> None:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            os.pwrite(file.fileno(), b"b", 0)
+
+    operations: dict[str, Callable[[], object]] = {
+        "creating a folder": scratch.mkdir,
+        "creating a file": lambda: (path.write_bytes(b"a"), other.write_bytes(b"b")),
+        "flushing a file to the disk (fsync)": lambda: sync(path),
+        "replacing a file by another (rename)": lambda: other.replace(path),
+        "mapping a file into memory and overwriting it": map_into_memory,
+        "flushing a folder to the disk (fsync)": lambda: sync(scratch),
+        "renaming a folder that holds a file": lambda: scratch.rename(renamed),
+        "deleting a file": (renamed / path.name).unlink,
+    }
+    try:
+        for operation, act in operations.items():
+            try:
+                act()
+            except OSError as error:
+                rule = f"{operation} fails on this file system ({file_system(place)}): {error.strerror}"
+                fix = FIXES.get(error.errno or 0, "Saved work would not be safe there. Name a place on another disk")
+                raise UserError(f"{place}: {rule}. {fix}") from error
+    finally:
+        for left in (scratch, renamed):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def new_pool(kind: Callable[..., T], *options: Any) -> T:
+    """A pool of threads or processes. Raises UserError if the system refuses its semaphores, which are files too."""
+    try:
+        return kind(*options)
+    except OSError as error:
+        fix = "Start the container with one that can be written, such as docker's --shm-size=8g"
+        raise UserError(f"{SHARED_MEMORY}: {error.strerror}. Pools of workers need it for semaphores. {fix}") from error
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds ``path``, and where it is mounted (on Linux)."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return "of unknown type"
+    kinds = {Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), of)): kind for _, of, kind, *_ in mounts}
+    point = max((point for point in kinds if path.resolve().is_relative_to(point)), key=lambda point: len(point.parts))
+    return f"{kinds[point]}, mounted at {point}"
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file, naming(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -108,8 +180,9 @@ def locked(folder: Path) -> Iterator[Path]:
     """Hold ``folder`` for this process within the context. The kernel releases the lock if the process is killed.
 
     Yields the path of the lock, a hidden file in the folder. Raises UserError, which names the holder, if another
-    process holds it. If the file system has no locks, every process may enter.
+    process holds it, or if the file system refuses what keeps saved work. If it has no locks, every process may enter.
     """
+    require_durable(folder)
     path = folder / ".lock"
     while True:
         folder.mkdir(parents=True, exist_ok=True)

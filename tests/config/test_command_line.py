@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.cli import main, world_size
+from dlr_pretrain.cli import LAUNCHERS, main, world_size
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity, parse, to_dict
 from dlr_pretrain.config.command_line import check, options, read
 from dlr_pretrain.config.written import PATHS
@@ -227,16 +227,58 @@ def test_a_mistake_is_answered_by_rank_0_alone(stub):
         {"WORLD_SIZE": "2"},
         {"RANK": "0", "WORLD_SIZE": "abc"},
         {"RANK": "0"},
-        {"SLURM_STEP_NUM_TASKS": "4"},
     ],
 )
-def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch, variables):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_ranks_that_torchrun_did_not_start_are_refused(launched, variables):
+    launched(variables)
     with pytest.raises(UserError, match="Start ranks with torchrun --nproc-per-node"):
         world_size()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Sets the variables of a launcher, without those of the launcher of these tests."""
+
+    def set_variables(variables: dict[str, str]) -> None:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", *LAUNCHERS):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+@pytest.mark.parametrize(("variables", "launcher", "command"), [
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun of Open MPI has started 2", "mpirun -np <nodes> --map-by ppr:1:node"),
+    ({"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun of Open MPI has started 8", "ppr:1:node"),
+    ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun of MVAPICH has started 2", "mpirun_rsh -np <nodes> -ppn 1"),
+    ({"PMI_SIZE": "4"}, "mpiexec of MPICH or Intel MPI has started 4", "mpiexec -n <nodes> -ppn 1"),
+    ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"}, "srun has started 4", "srun --ntasks-per-node=1"),
+])  # fmt: skip
+@pytest.mark.parametrize("alone", [{}, {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"}],
+                         ids=["no torchrun", "a torchrun of one node each"])  # fmt: skip
+def test_processes_of_another_launcher_are_not_taken_for_ranks(launched, variables, launcher, command, alone):
+    """One of them would train alone, and the others would wait for its end. The error says how to start them."""
+    launched(variables | alone)
+    with pytest.raises(UserError) as refused:
+        world_size()
+    assert launcher in str(refused.value) and f"{command} torchrun --nnodes <nodes>" in str(refused.value)
+
+
+@pytest.mark.parametrize(("variables", "ranks"), [
+    ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}, 1),
+    ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 16),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2"}, 2),  # set by hand from those of mpirun
+])  # fmt: skip
+def test_ranks_that_a_launcher_starts_rightly_are_counted(launched, variables, ranks):
+    launched(variables)
+    assert world_size() == ranks
+
+
+def test_a_run_that_mpirun_starts_ends_with_one_sentence(stub):
+    done = stub(well, "+scale=tiny", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("error: mpirun of Open MPI has started 2 processes (OMPI_COMM_WORLD_SIZE=2): ")
 
 
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
@@ -359,3 +401,17 @@ def test_the_pages_sweep_with_a_plugin_of_hydra_runs(plugin, tmp_path):
     assert len(list(tmp_path.glob("*/folded/config.json"))) == 2
     if plugin == "optuna":
         assert "best_value" in (tmp_path / "multirun" / "optimization_results.yaml").read_text()
+
+
+@pytest.mark.full
+def test_the_same_command_continues_a_study_in_a_file(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[sweeps]"')
+    (line,) = (line for line in commands("docs/runs.md") if "optuna" in line)
+    study = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db", "hydra.sweeper.study_name=lr"]
+    words = ["precision=fp32", *SMALL, *SHORT, "hydra.sweeper.n_trials=1", f"run.root={tmp_path}", *study]
+    for trials in (1, 2):
+        done = subprocess.run(
+            [sys.executable, *shlex.split(line)[1:], *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(list(tmp_path.glob("*/folded/config.json"))) == trials

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import runpy
 
 import pytest
@@ -94,15 +95,66 @@ def test_lists_of_keys_name_existing_keys():
 
 
 def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
+    path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert "(gcc or clang), which is not installed. Use compile=false, or set CC" in str(compiler_problem(cfg, "cuda"))
-    (tmp_path / "clang").touch(mode=0o755)
+    (tmp_path / "clang").write_text(f'#!/bin/sh\nPATH={path} exec cc "$@"\n')
+    (tmp_path / "clang").chmod(0o755)
     assert compiler_problem(cfg, "cuda") is None
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "needs a compiler (no-such-compiler)" in str(compiler_problem(cfg, "cpu"))
     cfg.compile = False
     assert compiler_problem(cfg, "cpu") is None
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Sets the compiler to a script of these lines; by default, to the system's."""
+
+    def use(lines: str = 'exec cc "$@"') -> None:
+        (tmp_path / "compiler").write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / "compiler").chmod(0o755)
+        for name in ("CC", "CXX"):
+            monkeypatch.setenv(name, str(tmp_path / "compiler"))
+
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    use()
+    return use
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compile_needs_a_folder_that_holds_and_loads_libraries(cfg, monkeypatch, tmp_path, compiler, device):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
+    assert compiler_problem(cfg, device) is None and not [*(tmp_path / "new").iterdir()]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    said = str(compiler_problem(cfg, device))
+    assert f"kept in {tmp_path}/file: [Errno 17] File exists: '{tmp_path}/file'. Set TORCHINDUCTOR_CACHE" in said
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiler("echo note; echo 'x.c:1: fatal error: error closing x.s: No space left on device' >&2; exit 1")
+    assert "x.c:1: fatal error: error closing x.s: No space left on device. Set" in str(compiler_problem(cfg, device))
+    compiler('while [ "$1" != -o ]; do shift; done; echo no library > "$2"')  # as in a folder that is mounted noexec
+    assert "/empty.so: file too short. Set TORCHINDUCTOR_CACHE_DIR to" in str(compiler_problem(cfg, device))
+    compiler("echo 'empty.c:1:10: fatal error: Python.h: No such file or directory' >&2; exit 1")
+    assert "needs Python's headers" in str(compiler_problem(cfg, device))
+    compiler()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    assert ("Set TRITON_CACHE_DIR" in str(compiler_problem(cfg, device))) == (device == "cuda")
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\\b"])
+def test_compile_on_a_cpu_needs_folders_without_spaces(cfg, monkeypatch, tmp_path, compiler, name):
+    """torch compiles in both: in the temporary folder, even if compiled code is kept elsewhere."""
+    rule = f"torch cannot compile in {tmp_path / name} ({{0}}), whose name holds a space, a quote or a backslash"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert rule.format("TMPDIR") in str(compiler_problem(cfg, "cpu"))
+    assert compiler_problem(cfg, "cuda") is None
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+    assert rule.format("TORCHINDUCTOR_CACHE_DIR") in str(compiler_problem(cfg, "cpu"))
 
 
 def test_identity_leaves_out_what_does_not_change_the_result(cfg):

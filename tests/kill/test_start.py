@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from tests.conftest import ROOT
 
 EARLY = f"""
@@ -91,3 +91,12 @@ with process.passing_on_stops(queued=True):
 """
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert done.returncode == EXIT_STOPPED and "the queued jobs of the sweep go on" in done.stderr
+
+
+def test_compile_that_cannot_compile_is_refused_before_the_text_is_opened(words, tmp_path):
+    (tmp_path / "a b").mkdir()
+    given = words(f"run.dir={tmp_path}/run", "compile=true", f"data.root={tmp_path}")  # has no text
+    where = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"} | {"TMPDIR": str(tmp_path / "a b")}
+    done = subprocess.run([sys.executable, ROOT / "train.py", *given], capture_output=True, text=True, env=where)
+    rule = f"error: compile=true: torch cannot compile in {tmp_path}/a b (TMPDIR), whose name holds a space"
+    assert done.returncode == EXIT_CONFIG and done.stderr.startswith(rule) and done.stderr.count("\n") == 1, done.stderr

@@ -266,3 +266,73 @@ print(open_tokenizer(make_config("c4"), source).encode(["more words"])[0].tolist
         own = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": address, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=kept | own)
     assert done.stdout.splitlines() == ["400", str(load_tokenizer(model).encode(["more words"])[0].tolist())]
+
+
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+@contextmanager
+def web_server(content: bytes):
+    """A server on this machine, which answers every request with ``content``; yields its address and what was asked."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+
+
+def test_text_on_the_web_is_read_through_the_proxy(monkeypatch):
+    """The host exists for the proxy alone, as on a cluster whose nodes have no network of their own."""
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
+    fsspec.filesystem("http").clear_instance_cache()
+    with web_server(b"some text") as (proxy, asked):
+        monkeypatch.setenv("http_proxy", proxy)
+        (file,) = files.with_versions(files.find_files("", "http://text.invalid/a.txt"))
+        assert files.open_file(file).read() == b"some text"
+        assert {*asked} == {"http://text.invalid/a.txt"}
+
+
+def test_a_host_in_no_proxy_is_reached_directly(monkeypatch):
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
+    fsspec.filesystem("http").clear_instance_cache()
+    with web_server(b"some text") as (address, asked), web_server(b"of the proxy") as (proxy, of_proxy):
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        (file,) = files.with_versions(files.find_files("", f"{address}/a.txt"))
+        assert files.open_file(file).read() == b"some text"
+        assert {*asked} == {"/a.txt"} and not of_proxy
+
+
+@pytest.mark.parametrize(("conf", "protocol", "options"), [
+    ({}, "http", {"client_kwargs": {"trust_env": True}}),
+    ({"http": {"client_kwargs": {"headers": {"a": "b"}}}}, "http",
+     {"client_kwargs": {"headers": {"a": "b"}, "trust_env": True}}),
+    ({"https": {"client_kwargs": {"trust_env": False}}}, "https", {"client_kwargs": {"trust_env": False}}),
+    ({}, "gs", {"session_kwargs": {"trust_env": True}}),
+])  # fmt: skip
+def test_a_users_own_settings_of_fsspec_are_kept(conf, protocol, options):
+    code = f"import fsspec; fsspec.config.conf.update({conf}); import dlr_pretrain.data.files; "
+    code += f"print(fsspec.config.conf[{protocol!r}], 'https' in fsspec.config.conf)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{options} {'https' in conf}\n"

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
 
-NAMES = ["config", "gpus", "limits", "disk", "collectives", "data", "step"]
+NAMES = ["config", "gpus", "limits", "network", "disk", "collectives", "data", "step"]
 
 
 def crash() -> str:
@@ -133,3 +134,35 @@ def test_a_tokenizer_larger_than_the_model_fails(words, corpus, tmp_path):
         assert f"{corpus}" in RankChecks(cfg, ranks).data()
         with pytest.raises(UserError, match=r"Set scale\.vocab_size=120 or more"):
             RankChecks(load(words("scale.vocab_size=119", f"run.dir={tmp_path}/run")), ranks).data()
+
+
+def test_the_proxy_of_each_server_is_named(words, monkeypatch):
+    """A proxy that refuses connections is a failure at once; without the check, the text would be asked for minutes."""
+    for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def network(*given: str) -> tuple[str, str]:
+        cfg = load([word for word in words(*given) if not word.startswith("data=")] + ["data=local"], machine=False)
+        return perform(600, partial(doctor.network, cfg))
+
+    here, web = "text and tokenizer are on this machine", "data.root=https://data.org/text"
+    assert network() == (OK, here)
+    assert network(web) == (OK, "data.org directly")
+    with socket.socket() as proxy:
+        proxy.bind(("127.0.0.1", 0))
+        port = proxy.getsockname()[1]
+        monkeypatch.setenv("https_proxy", f"http://me:secret@127.0.0.1:{port}")
+        monkeypatch.setenv("no_proxy", "huggingface.co")
+        assert network() == (OK, here)
+        level, said = network(web)
+        assert level == FAIL and f"data.org through http://***@127.0.0.1:{port}: " in said and "NO_PROXY" in said
+        proxy.listen()
+        assert network(web) == (OK, f"data.org through http://***@127.0.0.1:{port}")
+        hub = network("data.root=hf://datasets/x/y")
+        assert hub == (OK, "huggingface.co directly")
+
+
+def test_shared_memory_that_cannot_be_written_is_named(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm")
+    level, said = perform(600, doctor.limits)
+    assert level == FAIL and "/dev/shm cannot be written" in said and "--shm-size" in said

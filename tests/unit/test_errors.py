@@ -67,3 +67,25 @@ def test_openmp_spins_briefly_unless_the_user_has_a_setting(own, spins):
     code += "command(lambda: print(os.environ.get('GOMP_SPINCOUNT')))"
     done = subprocess.run([sys.executable, "-c", code], env=clean | own, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == spins, done.stderr
+
+
+def test_windows_is_refused_in_one_line_by_every_command():
+    """Without this, the import of fcntl or resource, which Windows lacks, ends a command with a traceback."""
+    code = """if True:
+        import contextlib, io, multiprocessing, runpy, sys
+        import pandas, torch, tqdm  # by name of the system, they would load parts that are not here
+        sys.modules |= {"fcntl": None, "resource": None}
+        sys.platform = "win32"
+        for path in sys.argv[1:]:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                try:
+                    runpy.run_path(path, run_name="__main__")
+                except SystemExit as ended:
+                    code = ended.code
+            print(code, said.getvalue(), end="")
+            assert not [name for name in sys.modules if name.startswith("dlr_pretrain.")]
+    """
+    scripts = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py")), ROOT / "slurm" / "submit.py"]
+    done = subprocess.run([sys.executable, "-c", code, *scripts], capture_output=True, text=True, cwd=ROOT)
+    said = "3 error: dlr_pretrain runs on Linux and macOS. On Windows, install and start it in WSL\n"
+    assert done.stdout == said * len(scripts), done.stdout + done.stderr

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
 
+from dlr_pretrain.cli import load
+from dlr_pretrain.data import open_source, open_tokenizer, tokenised_once
 from dlr_pretrain.util import files
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import claim, locked, write_durably
@@ -115,3 +119,58 @@ def test_evaluate_does_not_replace_a_file_of_others(tmp_path, capsys):
     assert main_of("evaluate", tmp_path, "--output", path) == 3
     assert f"--output={path}: exists, and is not what this command wrote" in capsys.readouterr().err
     assert path.read_text() == '{"mine": 1}'
+
+
+def test_the_file_system_of_a_folder_is_named(tmp_path, monkeypatch):
+    mounts = "/dev/a / ext4 rw 0 0\ncloud /data fuse.gcsfuse rw 0 0\n//pc/x /data/my\\040files cifs rw 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: mounts)
+    assert files.file_system(Path("/data/runs/a")) == "fuse.gcsfuse, mounted at /data"
+    assert files.file_system(Path("/data/my files/runs")) == "cifs, mounted at /data/my files"
+    assert files.file_system(Path("/database")) == "ext4, mounted at /"
+
+
+@pytest.mark.parametrize(("refuses", "error", "said"), [
+    ("fsync", errno.EINVAL, "flushing a file to the disk (fsync) fails on this file system ({}): Invalid argument. "
+                               "Saved work would not be safe there. Name a place on another disk"),
+    ("rename", errno.EMFILE, "renaming a folder that holds a file fails on this file system ({}): Too many open files"),
+    ("replace", errno.ENOSPC, "replacing a file by another (rename) fails on this file system ({}): No space left on "
+                              "device. Free space there"),
+    ("pwrite", errno.ENOTSUP, "mapping a file into memory and overwriting it fails on this file system ({}): "),
+])  # fmt: skip
+def test_a_file_system_that_would_not_keep_saved_work_is_refused(tmp_path, monkeypatch, refuses, error, said):
+    def fails(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    files.require_durable(tmp_path / "not" / "yet")
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(os if refuses in ("fsync", "pwrite") else Path, refuses, fails)
+    with pytest.raises(UserError) as refused:
+        files.require_durable(tmp_path / "not" / "yet")
+    assert str(refused.value).startswith(f"{tmp_path}: {said.format(files.file_system(tmp_path))}")
+    with pytest.raises(UserError), files.locked(tmp_path):
+        pytest.fail("a command writes there")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("kind", [ThreadPool, ProcessPoolExecutor])
+def test_a_pool_without_shared_memory_names_it(monkeypatch, kind):
+    """The semaphores of a pool are files, and their error names none. It was taken for that of another file."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refused)
+    with pytest.raises(UserError, match=r"^/dev/shm: Read-only file system\. Pools of workers .*--shm-size=8g$"):
+        files.new_pool(kind, 2)
+
+
+def test_tokens_that_shared_memory_prevents_do_not_blame_the_cache(words, tmp_path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    cfg = load(words(f"data.cache={tmp_path}", f"run.dir={tmp_path}/run"))
+    source = open_source(cfg, print)
+    tokenizer = open_tokenizer(cfg, source)
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refused)
+    with pytest.raises(UserError, match=r"^/dev/shm: Read-only file system\. Pools"):
+        tokenised_once(source, tokenizer, cfg.num_streams, print)
