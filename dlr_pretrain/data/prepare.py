@@ -256,7 +256,7 @@ def _tokenise_job(source: TextSource, output: Path, given: tuple[list[str], Job]
     drafts = []
     for name, documents, table in zip(names, (texts(), held_out), files, strict=False):
         path = draft_of(output / f"{Path(name).stem}-{first.number}-{first.part.index}{tokens.TOKENS}")
-        lengths = [np.empty(0, np.int64)]
+        lengths = [np.zeros(0, np.int64)]
         with naming(path), path.open("wb") as file:
             for ids, starts in tokenise_in_chunks(documents, tokenizer):
                 file.write(ids.data)

@@ -134,7 +134,7 @@ class TokenSource:
                 table = np.array([[number, documents, 0, 0]])
                 if not self._a_shard_per_file:
                     table = files_of(path, documents, len(counts) - 1)
-            counts = np.pad(counts, ((0, int(table[-1, 0]) + 1 - len(counts)), (0, 0)))
+            counts = np.concatenate((counts, np.zeros((int(table[-1, 0]) + 1 - len(counts), 3), np.int64)))
             np.add.at(counts, table[:, 0], table[:, 1:])
         return counts
 
