@@ -199,9 +199,10 @@ def locked(folder: Path) -> Iterator[Path]:
                 raise UserError(f"{folder} is being written by {file.read() or 'another process'}. {fix}")
             if not is_current():  # the former holder has deleted it since it was opened
                 continue
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            with naming(path):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
             try:
                 yield path
             finally:

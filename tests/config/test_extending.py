@@ -42,7 +42,7 @@ def measured(tmp_path_factory) -> Path:
     shutil.copy(ROOT / "train.py", folder)
     (metric,) = re.findall(r"```python\n( +with .*?)```", PAGE, flags=re.DOTALL)
     used = "from dlr_pretrain.models.residual import entries\nfrom dlr_pretrain.train.parallel import norm_of\n"
-    evaluates, loop = "record |= self.evaluator(self.update.model)\n", (folder / LOOP).read_text()
+    evaluates, loop = "record = record | (metrics or {})\n", (folder / LOOP).read_text()
     assert loop.count(evaluates) == 1
     loop = loop.replace(evaluates, evaluates + metric).replace(
         "from dlr_pretrain.config", f"{used}from dlr_pretrain.config"
