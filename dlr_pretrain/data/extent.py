@@ -24,9 +24,7 @@ HEAD_BYTES = 1 << 19  # read from each file; more if no document has ended by th
 MAX_HEAD_BYTES = 8 << 20
 PART_BYTES = 1 << 16  # of text, read at a time
 HEAD_ROWS = 256  # of a parquet or arrow file
-MAX_MEASURED = (
-    64  # up to this many files, all are measured; of more, at most SAMPLED of each suffix, and those without a size
-)
+MAX_MEASURED = 64  # up to this many files, all are measured; of more, SAMPLED of each suffix, and those without a size
 SAMPLED = 8
 THREADS = 8
 TOLERANCE = 0.25  # relative difference from the average of a suffix that is put down to chance

@@ -179,5 +179,5 @@ def compile_(cfg: Config, model: Llama) -> None:
     # Keep what the compiler derives from a graph for the next start, although the layers have an autograd function. Its
     # code is part of the cache's key. torch has no public name for this setting.
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    # No CUDA graphs: their replays overwrite gradients that the sum over micro-batches still needs
+    # Not torch's own CUDA graphs, whose replays overwrite gradients that a sum still needs: see ``recorded``
     model.compile_("max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None)
