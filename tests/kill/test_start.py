@@ -93,7 +93,7 @@ with process.passing_on_stops(queued=True):
     assert done.returncode == EXIT_STOPPED and "the queued jobs of the sweep go on" in done.stderr
 
 
-def test_compile_that_cannot_compile_is_refused_before_the_text_is_opened(words, tmp_path):
+def test_compile_that_cannot_work_is_refused_before_any_text(words, tmp_path):
     (tmp_path / "a b").mkdir()
     given = words(f"run.dir={tmp_path}/run", "compile=true", f"data.root={tmp_path}")  # has no text
     where = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"} | {"TMPDIR": str(tmp_path / "a b")}

@@ -199,7 +199,7 @@ def test_a_call_that_cannot_be_recorded_ends_the_recording(capfd):
     assert "not permitted when stream is capturing" in update.compute.failure
 
 
-def test_a_rank_that_finds_a_difference_ends_the_recordings_of_all(monkeypatch):
+def test_a_difference_on_one_rank_ends_all_recordings(monkeypatch):
     def act():
         if os.environ["RANK"] == "1":
             monkeypatch.setattr(recorded, "difference", lambda *_: "another loss")

@@ -92,7 +92,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(batch, tmp_path, mode):
 
 
 @pytest.mark.parametrize("age", ["before the node failed", "since"])
-def test_compiled_code_that_a_power_failure_has_emptied_is_set_aside(batch, tmp_path, age):
+def test_code_that_a_power_failure_has_emptied_is_set_aside(batch, tmp_path, age):
     cache = tmp_path / f"dlr_pretrain_compiled.{os.getuid()}"
     cache.mkdir(mode=0o700)
     empty, lock = cache / "kernel.so", cache / "a.lock"

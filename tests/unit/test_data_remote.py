@@ -177,7 +177,7 @@ def test_a_changed_file_of_a_web_folder_is_read_anew(tmp_path, names, capfd):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_file_that_changes_under_a_run_ends_it_with_both_versions(tmp_path):
+def test_a_file_that_changes_under_a_run_ends_it(tmp_path):
     path = tmp_path / "web" / "a.jsonl"
     put(path, ["one"] * 100, 1_000_000_000)
     with web(path.parent) as address:

@@ -119,7 +119,7 @@ def chat(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("special", ["text", "tokens"])
-def test_special_tokens_in_text_count_as_chosen_also_when_exported(tmp_path, train, special, capsys):
+def test_special_tokens_in_text_count_as_chosen(tmp_path, train, special, capsys):
     """Training, its tokens on disk, the export and the summary agree; the tokens resume as the text they are from."""
     transformers = pytest.importorskip("transformers")
     path, turn = chat(tmp_path), "<|im_start|>user\nhello<|im_end|>\n"

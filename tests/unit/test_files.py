@@ -164,7 +164,7 @@ def test_a_pool_without_shared_memory_names_it(monkeypatch, kind):
         files.new_pool(kind, 2)
 
 
-def test_tokens_that_shared_memory_prevents_do_not_blame_the_cache(words, tmp_path, monkeypatch):
+def test_missing_shared_memory_does_not_blame_the_cache(words, tmp_path, monkeypatch):
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

@@ -169,7 +169,7 @@ def test_speed_averages_the_last_steps_without_pauses(monkeypatch):
     assert last == 8.0
 
 
-def test_a_clock_that_is_set_does_not_change_how_long_training_took(words, tmp_path, monkeypatch):
+def test_a_clock_that_is_set_does_not_change_the_duration(words, tmp_path, monkeypatch):
     cfg, outcome = load(words()), Outcome(*(1.0 for _ in Outcome._fields))
     with Ranks(cfg) as ranks:
         loop = trial_loop(cfg, ranks, 120, tmp_path)

@@ -357,7 +357,7 @@ def test_nothing_that_a_user_types_is_markup_in_a_figure(tmp_path):
     assert figures.save(ax, tmp_path, "f", "").path.exists()
 
 
-def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path):
+def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path):
     found = read_runs([a_run(tmp_path / "a", *COLA)])
     ax = figures.axes()
     of = found.runs.assign(label="_mine")
