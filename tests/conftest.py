@@ -33,6 +33,11 @@ import sentencepiece
 
 from dlr_pretrain.util.errors import UserError
 
+# Under nohup, or in the background of a script, these are ignored, also by every process that a test starts.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
+
 ROOT = Path(__file__).resolve().parent.parent
 TEST_DATA = Path(os.environ.get("DLR_TEST_DATA", ROOT.parent / "shared" / "data"))
 
