@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, key_of, read
+from dlr_pretrain.config.identity import shorter_run
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.config.written import shorter_run
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, command, record_for_torchrun, report_error, say_once
 
@@ -43,9 +43,9 @@ def _main(run: Callable[[Config], float | None]) -> int:
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
         raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun per job, or an array of jobs")])
-    if not line.helps:  # report all problems, those of a sweep's last job too, before its first one runs
-        check(line, world_size())
-    return _hand_to_hydra(line, run)
+    # All problems are reported, those of a sweep's last job too, before its first one runs.
+    configs = [] if line.helps else check(line, world_size())
+    return _start(line, configs, run)
 
 
 def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
@@ -87,21 +87,21 @@ def world_size() -> int:
     raise UserError(f"{said}: {rule}. {fix}; else unset {', '.join(counts or given)}")
 
 
-def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> int:
-    """Let Hydra run, sweep, show the configuration or print its help; returns the exit code.
+def _start(line: CommandLine, configs: list[Config], run: Callable[[Config], float | None]) -> int:
+    """Run the configuration, or let Hydra sweep, show the configuration or print its help; returns the exit code.
 
     A sweeper receives what ``run`` returns as a job's result. A sweep continues after a job that diverges, because that
     is a result, too, for example of a high learning rate.
     """
     typed, diverged, main_process = sys.argv, [], os.getpid()
 
-    def task(composed: DictConfig) -> float | None:
+    def job(configured: Callable[[], Config]) -> float | None:
         sys.argv = typed  # the run records the command line as typed
         if os.getpid() != main_process:
             process.prepare_worker()
         # An error that a user can fix ends the process here, because Hydra would print a traceback and exit with 1.
         try:
-            cfg = configure(composed, HydraConfig.get(), line, world_size())
+            cfg = configured()
             if note := shorter_run(cfg):
                 say_once(note)
             return run(cfg)
@@ -122,6 +122,12 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], float | None]) -> 
             record_for_torchrun(error)
             raise
 
+    def task(composed: DictConfig) -> float | None:
+        return job(lambda: configure(composed, HydraConfig.get(), line, world_size()))
+
+    if configs and line.is_plain:
+        job(lambda: configs[0])
+        return 0
     sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag
     launcher = next((word for word in line.words if line.multirun and key_of(word) == "hydra/launcher"), "")
     with process.passing_on_stops(queued="slurm" in launcher) if launcher else nullcontext([]) as asked:

@@ -8,27 +8,28 @@ from pathlib import Path
 
 import yaml
 
+from dlr_pretrain.config.key import MANDATORY, Key
 from dlr_pretrain.config.problems import as_typed
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, MANDATORY, OPEN_GROUPS, ROOT, SECTIONS, Key, keys_of
-from dlr_pretrain.config.written import CHANGEABLE, flatten, options_class
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, keys_in
+from dlr_pretrain.config.values import flatten, options_class
 from dlr_pretrain.util.text import markdown_table
 
 HEAD = """# Configuration
 
 This page lists every key and every option (`docs/configuration.py` generates it from the code). A key is given as
 `section.key=value`, an option of a group as `group=option`; later arguments override earlier ones. `${{a.b}}` is the
-value of another key. Keys with a dot in the last column affect the mathematics of a run and cannot change when it
-resumes (`run.start_from` starts another run from it). The others may change, and so may the locations of text and
-tokenizer, as long as these stay the same text and tokenizer.
+value of another key. The last column says whether a key may change when a run resumes. A key that may not affects the
+mathematics of the run: `run.start_from` starts another run from it. The keys of text and tokenizer may change if these
+stay the same text and tokenizer.
 
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""
-COLUMNS = ("key", "meaning", "values", "default", "")
+COLUMNS = ("key", "meaning", "values", "default", "may change on resume")
 
 
 def page() -> str:
     """The page as Markdown."""
     groups = ", ".join(f"[`{group}`](#{group})" for group in GROUPS if group != "experiment")
-    parts = [HEAD.format(groups=groups), "## Keys without a section", _keys("", ROOT)]
+    parts = [HEAD.format(groups=groups), "## Keys without a section", _keys(ROOT)]
     for name, section in SECTIONS.items():
         parts.append(f"## {name}")
         if name in GROUPS:
@@ -38,28 +39,28 @@ def page() -> str:
         if name in OPEN_GROUPS:
             tables = {f"{name}={path.stem}": path for path in sorted((CONFIG_DIR / name).glob("*.yaml"))}
         for title, declared in tables.items():
-            keys = {key: found for key, found in _declared(name, declared) if not found.fixed}
+            keys = {dotted: key for dotted, key in _declared(name, declared) if not key.fixed}
             if keys:
-                parts += ([f"`{title}`:"] if title != name else []) + [_keys(f"{name}.", keys)]
+                parts += ([f"`{title}`:"] if title != name else []) + [_keys(keys)]
     return "\n\n".join(parts) + "\n"
 
 
 def _declared(group: str, section: type | Path) -> Iterator[tuple[str, Key]]:
     """The keys of a section. Those of a backbone or an optimizer have their defaults in its YAML file."""
     if isinstance(section, type):
-        yield from keys_of(section)
+        yield from keys_in(group, section).items()
     else:
         values = yaml.safe_load(section.read_text(encoding="utf-8"))
-        for name, found in keys_of(options_class(group, {group: values})):
-            yield name, replace(found, default=values[name])
+        for name, key in keys_in(group, options_class(group, {group: values})).items():
+            yield name, replace(key, default=values.get(name.partition(".")[2], key.default))
 
 
-def _keys(prefix: str, keys: Mapping[str, Key]) -> str:
+def _keys(keys: Mapping[str, Key]) -> str:
     rows = []
-    for name, found in keys.items():
-        default = "by option" if found.default == MANDATORY else f"`{as_typed(found.default)}`"
-        kept = "" if f"{prefix}{name}".startswith(CHANGEABLE) else "·"
-        rows.append([f"`{prefix}{name}`", found.doc, found.takes(), default, kept])
+    for name, key in keys.items():
+        default = "by option" if key.default == MANDATORY else f"`{as_typed(key.default)}`"
+        changes = "yes" if key.changes else "with the same text" if key.origin else ""
+        rows.append([f"`{name}`", key.doc, key.takes(), default, changes])
     return markdown_table(COLUMNS, rows)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import parse
+from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.config.tree import Dlr
-from dlr_pretrain.config.written import read_config
 from dlr_pretrain.deploy.fold import batches, validation_of
 from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.models.adapter import split

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from dlr_pretrain.analysis import paper
 from dlr_pretrain.analysis.paper import Item, Program
 from dlr_pretrain.config import parse
+from dlr_pretrain.config.run_folder import read_config, require_run_folder
 from dlr_pretrain.config.tree import PACKAGE
-from dlr_pretrain.config.written import read_config, require_run_folder
 from dlr_pretrain.launch.local import LOG
 from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.state import queue, status_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from dlr_pretrain.analysis import tune
 from dlr_pretrain.analysis.runs import TEXT
 from dlr_pretrain.config.command_line import key_of
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.launch.submit import parser_of, read_options, start

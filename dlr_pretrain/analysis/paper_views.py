@@ -21,8 +21,9 @@ from dlr_pretrain.analysis.plan import Size, sizes
 from dlr_pretrain.analysis.runs import NONE, Runs, differences_by_seed, differing_text, digits, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import Table, printed, table
 from dlr_pretrain.config import Config, identity, parse
+from dlr_pretrain.config.identity import describe_differences, differences
 from dlr_pretrain.config.problems import as_typed
-from dlr_pretrain.config.written import describe_differences, differences, read_config, read_record
+from dlr_pretrain.config.run_folder import read_config, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import NUMBER, Shape, read_json

@@ -14,7 +14,7 @@ from dlr_pretrain.analysis.paper import SLURM, Item, Program, items, load_each, 
 from dlr_pretrain.analysis.plan import GPU, LEAST_MFU, MFU_AT_1B, MFU_AT_60M, sizes, utilisations
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
 from dlr_pretrain.analysis.tables import Table
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, Status
 from dlr_pretrain.launch.submit import counted

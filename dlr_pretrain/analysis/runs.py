@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from dlr_pretrain.config.identity import ORIGIN
+from dlr_pretrain.config.run_folder import read_config, read_record
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.config.written import ORIGIN, read_config, read_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import Shape, misfit, sound_records
 from dlr_pretrain.util.text import one_line, plural

@@ -26,7 +26,7 @@ from dlr_pretrain.analysis.report import write_page
 from dlr_pretrain.analysis.runs import TEXT, method_name, spread
 from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.config.command_line import key_of
-from dlr_pretrain.config.written import ORIGIN, identity
+from dlr_pretrain.config.identity import ORIGIN, identity
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import NUMBER, misfit, read_metrics

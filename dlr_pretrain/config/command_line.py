@@ -28,10 +28,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dlr_pretrain.config.identity import run_name
+from dlr_pretrain.config.key import keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, OPEN_GROUPS, ROOT, SECTIONS, Config, keys_of
-from dlr_pretrain.config.written import flatten, parse, run_name
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, OPEN_GROUPS, ROOT, SECTIONS, Config
+from dlr_pretrain.config.values import flatten, parse
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
@@ -49,6 +51,11 @@ class CommandLine:
     multirun: bool = False
     shows: bool = False  # print the configuration instead of running it
     helps: bool = False  # print help, or the version
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is one run that asks nothing of Hydra but the configuration."""
+        return not (self.flags or self.multirun or any(_is_hydras(key_of(word)) for word in self.words))
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -107,6 +114,10 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").split("=", 1)[0].strip()
 
 
+def _is_hydras(key: str) -> bool:
+    return re.match(r"hydra[./]", key) is not None
+
+
 def typed(words: Sequence[str]) -> dict[str, Any]:
     """The values that well-formed words set, by dotted key; a mapping sets several keys."""
     found: dict[str, Any] = {}
@@ -125,7 +136,7 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
 def _add(word: str, line: CommandLine) -> None:
     """Normalise a well-formed word and add it to the line, or add the problem of its value."""
     key, value = key_of(word), word.partition("=")[2].strip()
-    if not word.startswith("~") and not re.match(r"hydra[./]", key):
+    if not word.startswith("~") and not _is_hydras(key):
         is_option = key in GROUPS and not value.startswith("{")  # train={lr: 1} sets keys
         text = "'~'" if value == "~" else os.path.expanduser(value)  # Hydra's grammar does not allow a bare ~
         word = _option(key, value, line) if is_option else f"++{key}={text}"
@@ -190,9 +201,9 @@ def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int
 def register() -> None:
     """Register the defaults of all keys as ``base_train``, and the resolvers."""
     store = ConfigStore.instance()
-    own = {name: keys_of(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
-    sections = {name: {leaf: found.default for leaf, found in keys} for name, keys in own.items()}
-    store.store(name="base_train", node={name: found.default for name, found in ROOT.items()} | sections)
+    keys = {name: keys_of(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
+    sections = {name: {leaf: key.default for leaf, key in leaves} for name, leaves in keys.items()}
+    store.store(name="base_train", node={name: key.default for name, key in ROOT.items()} | sections)
     for resolver in (by_scale, times, lost_rank):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from dlr_pretrain.config.key import Key
 from dlr_pretrain.config.problems import Problem, as_typed
 from dlr_pretrain.config.tree import (
     DEFAULT_STREAMS,
@@ -26,32 +27,10 @@ from dlr_pretrain.config.tree import (
     Config,
     largest_divisor,
 )
-from dlr_pretrain.config.written import flatten, to_dict
+from dlr_pretrain.config.values import all_keys, flatten, to_dict
 from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
 
-# A key or a prefix of keys, another key, and the values of that other key for which the former are read.
-READ_IF: list[tuple] = [
-    ("cuda_graphs", "compile", True, "max-autotune"),
-    ("dlr.", "dlr.enabled", True),
-    ("dlr.grouping_seed", "dlr.grouping", "random"),
-    ("profile.", "profile.enabled", True),
-    ("logger.", "logger.view", "wandb"),
-    ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
-    ("optimizer.shift", "optimizer.schedule", "loro"),
-    ("scale.micro_batch", "train.micro_batch", None, "auto"),
-    ("parallel.shards", "parallel.name", "hsdp"),
-    ("train.warmup_ratio", "train.warmup_steps", None),
-    ("train.lr_decay", "optimizer.schedule", "cosine"),  # also train.lr_decay_steps
-    ("train.max_skipped", "train.on_nonfinite", "skip"),
-    *((f"data.{name}", "data.source", "local")
-      for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "special_tokens", "cache")),
-    ("data.held_out", "data.source", "local", "sample"),
-    ("data.held_out", "data.validation_files", None),
-    ("tokenizer.hub", "data.source", "local"),
-    ("tokenizer.eos", "data.source", "local", "sample"),
-    ("tokenizer.hub", "tokenizer.path", None),
-]  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -76,16 +55,17 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
 def unused(cfg: Config, given: Collection[str]) -> Iterator[Problem]:
     """Yields a problem for each key in ``given``, the keys of a command line, that this run would ignore."""
-    values = flatten(to_dict(cfg))
-    for name in sorted(given):
-        if why := next(_reasons(name, cfg, values, given), None):
+    tree = to_dict(cfg)
+    keys, values = all_keys(tree), flatten(tree)
+    for name in sorted(keys.keys() & set(given)):  # the other words choose options
+        if why := next(_reasons(name, keys[name], cfg, values, given), None):
             yield Problem(name, values[name], f"would be ignored: {why}", "Leave it out")
 
 
-def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
+def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
     """Yields the reasons why the run would not read the key ``name``."""
-    for key, other, *wanted in READ_IF:
-        if name.startswith(key) and other in values and values[other] not in wanted:
+    for other, wanted in key.read_if.items():
+        if other in values and values[other] not in wanted:
             group, _, leaf = other.rpartition(".")
             value = values[f"{group}.name" if leaf == "enabled" else other]
             names_option = leaf in ("enabled", "view", "source", "name")

@@ -1,18 +1,17 @@
-"""Every key of a run: its type, default, bounds and meaning. The files in ``configs/`` hold the values of options."""
+"""Every key of a run, with all its facts (see ``key``). The files in ``configs/`` hold the values of options."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import os
-import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from dlr_pretrain.config.key import Key, key, keys_of, section
 from dlr_pretrain.config.problems import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -22,29 +21,9 @@ PAPER_VOCAB_SIZE = 32_000  # of the papers' models: the only size that gives 609
 TRITON_HEADS, TRITON_BLOCK, TRITON_POSITIONS = (32, 64, 128), 64, 512  # what attention=triton can compute
 GPUS_A_NODE = 8  # assumed for plans, where torchrun does not set it
 DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
-MANDATORY = "???"  # OmegaConf's mark for a value that an option or the user must set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
-TYPE_NAMES: dict[object, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[str]: "a list such as [a,b]",
-}
-BOUNDS = {
-    "gt": ("above", operator.gt),
-    "ge": ("of at least", operator.ge),
-    "le": ("at most", operator.le),
-    "lt": ("below", operator.lt),
-}
-
-
-def key(doc: str, default: object = MANDATORY, *, fixed: bool = False, **bounds: float) -> Any:
-    """A documented key with its ``BOUNDS``. The default may be an interpolation such as ``${scale.rank}``.
-
-    A ``fixed`` key defines an option: only the option's YAML file can set it.
-    """
-    return field(default=default, metadata={"doc": doc, "fixed": fixed, "bounds": bounds})
+FILES = {"data.source": "local"}  # of keys that are read if the text is in files
+COSINE = {"optimizer.schedule": "cosine"}  # of keys that are read unless the optimizer has its own schedule
 
 
 @dataclass
@@ -65,6 +44,7 @@ class Options:
 
 @dataclass
 class BackboneOptions(Options):
+    shared: ClassVar[Key] = section(binds="weights")
     layer: ClassVar[Any]  # the class of the projections, a ``models.layer.Layer``
     factorized: ClassVar[bool] = False  # y = B z, so DLR can be attached
     swiglu_silu: bool = True
@@ -83,6 +63,7 @@ class How(NamedTuple):
 
 @dataclass
 class OptimizerOptions(Options):
+    name: str = key("name of the option", fixed=True, binds="moments")
     elementwise: ClassVar[bool] = False  # the update of a fused parameter equals that of its parts
     rounds_stochastically: ClassVar[bool] = False
 
@@ -102,6 +83,7 @@ class OptimizerOptions(Options):
 
 @dataclass
 class Scale:
+    shared: ClassVar[Key] = section(binds="weights")
     name: str = key("name of the scale", fixed=True)
     hidden_size: int = key("width of the residual stream", ge=1, le=HUGE)
     intermediate_size: int = key("width of the SwiGLU", ge=1, le=HUGE)
@@ -110,107 +92,182 @@ class Scale:
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", PAPER_VOCAB_SIZE, ge=4, le=10_000_000)
     micro_batch: int = key(
-        "the paper's sequences per GPU, used by train.micro_batch=null, and by auto without a GPU", ge=1, le=HUGE
+        "the paper's sequences per GPU, used by train.micro_batch=null, and by auto without a GPU",
+        changes=True,
+        read_if={"train.micro_batch": (None, "auto")},
+        ge=1,
+        le=HUGE,
     )
 
 
 @dataclass
 class Dlr:
+    shared: ClassVar[Key] = section(binds="weights", read_if={"dlr.enabled": True})
     name: str = key("name of the option", fixed=True)
     enabled: bool = key("whether there is a residual", True, fixed=True)
     alpha: float = key("strength of the residual before the variance correction", 1.0, ge=-1000, le=1000)
     learn_alpha: bool = key("alpha is learned for each projection, without weight decay", False)
     variance_correction: bool = key("beta = alpha / sqrt(K), with K copies of each latent; false: beta = alpha", True)
     grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or random", "contiguous")
-    grouping_seed: int = key("seed of random grouping, combined with the layer's name", 0, ge=0)
+    grouping_seed: int = key(
+        "seed of random grouping, combined with the layer's name", 0, read_if={"dlr.grouping": "random"}, ge=0
+    )
     train_b: bool = key("false: B is frozen at zero, and only the residual remains", True)
     mode: Literal["residual", "offset"] = key("a residual beside B, or only an initial offset of B", "residual")
 
 
 @dataclass
 class Precision:
+    shared: ClassVar[Key] = section(binds="moments")
     name: Literal["bf16", "bf16_sr", "bf16_mixed", "fp32"] = key("dtype of the state, and its rounding", fixed=True)
 
 
 @dataclass
 class Parallel:
+    shared: ClassVar[Key] = section(changes=True)
     name: Literal["ddp", "fsdp", "hsdp"] = key("replicated or sharded state, or both", fixed=True)
-    shards: int | None = key("ranks that hold one sharded copy under hsdp; null: those of a node", None, ge=1, le=HUGE)
+    shards: int | None = key(
+        "ranks that hold one sharded copy under hsdp; null: those of a node",
+        None,
+        read_if={"parallel.name": "hsdp"},
+        ge=1,
+        le=HUGE,
+    )
 
 
 @dataclass
 class Data:
-    source: Literal["local", "tokens", "sample"] = key("where the text comes from", fixed=True)
-    revision: str | None = key("on the hub: a commit, tag or branch; null: the newest commit at the start", None)
+    shared: ClassVar[Key] = section(binds="position")
+    source: Literal["local", "tokens", "sample"] = key("where the text comes from", fixed=True, origin=True)
+    revision: str | None = key(
+        "on the hub: a commit, tag or branch; null: the newest commit at the start", None, changes=True
+    )
     cache: str | None = key(
-        "folder for copies of remote shards, tokens of small texts and indexes of .gz files; null: in ~/.cache", None
+        "folder for copies of remote shards, tokens of small texts and indexes of .gz files; null: in ~/.cache",
+        None,
+        path=True,
+        changes=True,
+        read_if=FILES,
     )
-    root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://")
-    train_files: str | None = key("glob of training shards, absolute or below data.root; null: all files", None)
-    validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
-    held_out: float = key("share of documents held out, by a hash, if there are no validation files", 0.01, gt=0, lt=1)
-    text_key: str = key("field of a record that holds the text; meta.text is a nested field", "text")
+    root: str | None = key(
+        "folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", path=True, origin=True
+    )
+    train_files: str | None = key(
+        "glob of training shards, absolute or below data.root; null: all files", None, origin=True, read_if=FILES
+    )
+    validation_files: str | None = key(
+        "the same for validation; null: by file name, else a held-out share", None, origin=True, read_if=FILES
+    )
+    held_out: float = key(
+        "share of documents held out, by a hash, if there are no validation files",
+        0.01,
+        origin=True,
+        read_if={"data.source": ("local", "sample"), "data.validation_files": None},
+        gt=0,
+        lt=1,
+    )
+    text_key: str = key(
+        "field of a record that holds the text; meta.text is a nested field", "text", origin=True, read_if=FILES
+    )
     document: Literal["file", "paragraph"] = key(
-        "what counts as a document in a .txt file; blank lines end a paragraph", "file"
+        "what counts as a document in a .txt file; blank lines end a paragraph", "file", origin=True, read_if=FILES
     )
-    bad_rows: Literal["stop", "skip"] = key("rows without text end the run, or are left out", "stop")
+    bad_rows: Literal["stop", "skip"] = key(
+        "rows without text end the run, or are left out", "stop", origin=True, read_if=FILES
+    )
     special_tokens: Literal["text", "tokens"] = key(
-        "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens", "text"
+        "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens",
+        "text",
+        origin=True,
+        read_if=FILES,
     )
     streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
     seed: int = key("seed of the order of documents, and of nothing else", 42, ge=0, le=2**32 - 1)
     packing: Literal["packed", "pad"] = key("joined documents, or one truncated document per sequence", "packed")
-    mask_documents: bool = key("each document in a packed sequence is read and scored separately", False)
+    mask_documents: bool = key(
+        "each document in a packed sequence is read and scored separately", False, evaluates=True
+    )
 
 
 @dataclass
 class Tokenizer:
+    shared: ClassVar[Key] = section(binds="weights")
     path: str | None = key(
-        "tokenizer.json, SentencePiece model, or a folder with either; null: the source's, else tokenizer.hub", None
+        "tokenizer.json, SentencePiece model, or a folder with either; null: the source's, else tokenizer.hub",
+        None,
+        path=True,
+        origin=True,
     )
-    hub: str = key("repository on the hub with the tokenizer, if path is null", "google-t5/t5-base")
-    eos: str | None = key("the token that ends a document; null: the tokenizer's own", None)
+    hub: str = key(
+        "repository on the hub with the tokenizer, if path is null",
+        "google-t5/t5-base",
+        origin=True,
+        read_if=FILES | {"tokenizer.path": None},
+    )
+    eos: str | None = key(
+        "the token that ends a document; null: the tokenizer's own",
+        None,
+        changes=True,
+        read_if={"data.source": ("local", "sample")},
+    )
 
 
 @dataclass
 class Train:
     steps: int = key("optimizer updates, and the span of the schedule", ge=1, le=1_000_000_000)
     lr: float = key("peak learning rate", gt=0)
-    warmup_ratio: float = key("share of the steps in which the rate rises linearly", 0.1, ge=0, lt=1)
+    warmup_ratio: float = key(
+        "share of the steps in which the rate rises linearly", 0.1, read_if={"train.warmup_steps": None}, ge=0, lt=1
+    )
     warmup_steps: int | None = key("warm-up steps; null: train.warmup_ratio of all", None, ge=0)
     min_lr_ratio: float = key("final learning rate, as a share of the peak", 0.1, ge=0, le=1)
-    lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
-    lr_decay_steps: int | None = key("steps of decay at the end; null: all after the warm-up; 0: none", None, ge=0)
-    global_batch: int = key("sequences per update, over all ranks", 512, ge=1, le=HUGE)
+    lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine", read_if=COSINE)
+    lr_decay_steps: int | None = key(
+        "steps of decay at the end; null: all after the warm-up; 0: none", None, read_if=COSINE, ge=0
+    )
+    global_batch: int = key("sequences per update, over all ranks", 512, binds="position", ge=1, le=HUGE)
     micro_batch: int | Literal["auto"] | None = key(
         "sequences that a rank processes at once; auto: as many as fit on its GPU; null: by scale.micro_batch",
         "auto",
+        changes=True,
         ge=1,
         le=HUGE,
     )
-    seq_len: int = key("positions per sequence", 256, ge=2, le=HUGE)
+    seq_len: int = key("positions per sequence", 256, binds="position", evaluates=True, ge=2, le=HUGE)
     clip: float | None = key("maximum of the gradient's global norm; null: none", 0.5, gt=0)
     activation_checkpointing: Literal["none", "latent", "block"] = key(
-        "what a block keeps: all activations, its input and latents, or its input", "none"
+        "what a block keeps: all activations, its input and latents, or its input", "none", changes=True
     )
-    stop_after: int | None = key("stop and save after this step; the schedule spans train.steps", None, ge=1)
-    on_nonfinite: Literal["stop", "skip"] = key("an update that is not finite ends the run, or is skipped", "stop")
-    max_skipped: int = key("updates that may be skipped in a row", 10, ge=1)
+    stop_after: int | None = key(
+        "stop and save after this step; the schedule spans train.steps", None, changes=True, ge=1
+    )
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "an update that is not finite ends the run, or is skipped", "stop", changes=True
+    )
+    max_skipped: int = key(
+        "updates that may be skipped in a row", 10, changes=True, read_if={"train.on_nonfinite": "skip"}, ge=1
+    )
 
 
 @dataclass
 class Eval:
-    every: int = key("steps between evaluations; train.steps or more: only the last step is evaluated", 1000, ge=1)
+    every: int = key(
+        "steps between evaluations; train.steps or more: only the last step is evaluated", 1000, changes=True, ge=1
+    )
     tokens: int = key(
         "real tokens of validation text; all of it, if there are fewer. The last padded document is whole",
         10_000_000,
+        evaluates=True,
         ge=1,
     )
-    packing: Literal["packed", "pad"] = key("packed, or a padded document per sequence, as in published numbers", "pad")
+    packing: Literal["packed", "pad"] = key(
+        "packed, or a padded document per sequence, as in published numbers", "pad", evaluates=True
+    )
 
 
 @dataclass
 class Checkpoint:
+    shared: ClassVar[Key] = section(changes=True)
     every: int = key("steps between checkpoints; train.steps or more: only the last step is saved", 1000, ge=1)
     keep_last: int = key("newest checkpoints kept", 2, ge=1)
     keep_every: int | None = key("steps between checkpoints that are kept for good; null: none", None, ge=1)
@@ -218,11 +275,13 @@ class Checkpoint:
 
 @dataclass
 class Log:
+    shared: ClassVar[Key] = section(changes=True)
     every: int = key("steps between console lines if the output is not a terminal", 10, ge=1)
 
 
 @dataclass
 class Logger:
+    shared: ClassVar[Key] = section(changes=True, read_if={"logger.view": "wandb"})
     view: Literal["jsonl", "tensorboard", "wandb"] = key("view beside metrics.jsonl", fixed=True)
     project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None)
     entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None)
@@ -234,6 +293,7 @@ class Logger:
 
 @dataclass
 class Profile:
+    shared: ClassVar[Key] = section(changes=True, read_if={"profile.enabled": True})
     name: str = key("name of the option", fixed=True)
     enabled: bool = key("whether some steps are traced", fixed=True)
     start: int = key("steps of this start before the trace, including compilation", 20, ge=1)
@@ -242,10 +302,16 @@ class Profile:
 
 @dataclass
 class Run:
-    root: str = key("folder of the runs", "runs")
-    dir: str | None = key("the run directory; null: <root>/<name of its options, seed and other overrides>", None)
-    timeout_minutes: float | None = key("minutes without progress that end a run; null: never", 10.0, gt=0, le=100_000)
-    start_from: str | None = key("run, checkpoint or folder of weights to start from; null: drawn from the seed", None)
+    root: str = key("folder of the runs", "runs", path=True, changes=True)
+    dir: str | None = key(
+        "the run directory; null: <root>/<name of its options, seed and other overrides>", None, path=True, changes=True
+    )
+    timeout_minutes: float | None = key(
+        "minutes without progress that end a run; null: never", 10.0, changes=True, gt=0, le=100_000
+    )
+    start_from: str | None = key(
+        "run, checkpoint or folder of weights to start from; null: drawn from the seed", None, path=True
+    )
     start_optimizer: bool = key("with start_from: also load moments, step and position in the data", False)
 
 
@@ -269,17 +335,22 @@ class Config:
     profile: Profile
     run: Run
     seed: int = key("seed of initialisation, and of the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
-    device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto")
+    device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto", changes=True)
     compile: bool | Literal["max-autotune"] = key(
-        "torch.compile, block by block; max-autotune: tries more kernels", True
+        "torch.compile, block by block; max-autotune: tries more kernels", True, changes=True
     )
     attention: Literal["auto", "sdpa", "triton"] = key(
         "rotary embedding, then torch's attention (sdpa), or our kernel for both and document masks (triton); "
         "auto: sdpa, until both are timed",
         "auto",
+        changes=True,
     )
-
-    cuda_graphs: bool = key("on a GPU, record a compiled micro-batch once and replay it as a CUDA graph", True)
+    cuda_graphs: bool = key(
+        "on a GPU, record a compiled micro-batch once and replay it as a CUDA graph",
+        True,
+        changes=True,
+        read_if={"compile": (True, "max-autotune")},
+    )
 
     @property
     def warmup_steps(self) -> int:
@@ -336,77 +407,21 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of a section or of an option: its type, its default, and the arguments of ``key``."""
-
-    hint: object
-    default: object
-    doc: str = ""
-    fixed: bool = False
-    bounds: Mapping[str, float] = field(default_factory=dict)
-
-    def kinds(self) -> tuple[Any, tuple[str, ...], bool]:
-        """The type of a plain value or None, the words of a Literal, and whether null is allowed."""
-        union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
-        hints = typing.get_args(self.hint) if union else (self.hint,)
-        words = tuple(w for hint in hints if typing.get_origin(hint) is Literal for w in typing.get_args(hint))
-        plain = [h for h in hints if h is not type(None) and typing.get_origin(h) is not Literal]
-        return plain[0] if plain else None, words, type(None) in hints
-
-    def takes(self) -> str:
-        """The allowed values in words, such as ``a whole number of at least 1 or null``."""
-        kind, words, optional = self.kinds()
-        limits = [f"{BOUNDS[name][0]} {limit}" for name, limit in self.bounds.items()]
-        plain = [f"{TYPE_NAMES.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
-        return " or ".join([*plain, *words, *(["null"] if optional else [])])
-
-    def read(self, value: Any) -> Any:
-        """``value`` in the key's type. Raises ValueError if it is not allowed.
-
-        Nothing is rounded, and true and false are not numbers. A number may be given as text, because an environment
-        variable is text, as in ``train.lr=${oc.env:LR}``. A text key refuses numbers: Hydra turns 2026_11_22 into
-        20261122.
-        """
-        kind, words, optional = self.kinds()
-        if (optional and value is None) or (isinstance(value, str) and value in words):
-            return value
-        fits = kind is object
-        if kind is bool or (kind is int and type(value) is int):  # a float would round it
-            fits = type(value) is kind and abs(value) < 1 << 63
-        elif kind is str:
-            fits = isinstance(value, str) and value.strip() != "" and bool(value.encode())  # raises ValueError
-            value = os.path.expanduser(value) if fits else value
-        elif kind == list[str]:
-            value = [value] if isinstance(value, str) else value
-            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        elif kind in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            number = float(value)
-            fits = math.isfinite(number) and number == kind(number) and (kind is float or abs(number) < 1 << 63)
-            value = kind(number) if fits else value
-        if not fits or not all(BOUNDS[name][1](value, limit) for name, limit in self.bounds.items()):
-            raise ValueError(f"must be {self.takes()}")
-        return value
-
-
-def keys_of(section: type) -> Iterator[tuple[str, Key]]:
-    """Yields the name and the key of each field that a dataclass declares with ``key``."""
-    hints = typing.get_type_hints(section)
-    for f in dataclasses.fields(section):
-        if f.metadata:
-            yield f.name, Key(hints[f.name], f.default, **f.metadata)
-
-
 SECTIONS: dict[str, type] = {
     name: hint
     for name, hint in typing.get_type_hints(Config).items()
     if isinstance(hint, type) and dataclasses.is_dataclass(hint)
 }
-OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if issubclass(section, Options))
+OPEN_GROUPS = tuple(name for name, declared in SECTIONS.items() if issubclass(declared, Options))
+
+
+def keys_in(name: str, declared: type) -> dict[str, Key]:
+    """The keys that the class ``declared`` gives section ``name``, by dotted name."""
+    shared = getattr(declared, "shared", section())
+    return {f"{name}.{leaf}": key.within(shared) for leaf, key in keys_of(declared)}
+
+
 ROOT = dict(keys_of(Config))  # the keys without a section
-KEYS = ROOT | {  # all keys but those of the chosen backbone and optimizer
-    f"{name}.{leaf}": found
-    for name, section in SECTIONS.items()
-    if name not in OPEN_GROUPS
-    for leaf, found in keys_of(section)
-}
+KEYS = dict(ROOT)  # all keys but those of the chosen backbone and optimizer
+for name, declared in SECTIONS.items():
+    KEYS |= {} if name in OPEN_GROUPS else keys_in(name, declared)

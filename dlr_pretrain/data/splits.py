@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cache as cache_results
 from pathlib import Path
 
+from dlr_pretrain.config.run_folder import JOB, JOB_SHAPE, MANIFEST
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.config.written import JOB, JOB_SHAPE, MANIFEST
 from dlr_pretrain.data import tokens
 from dlr_pretrain.data.columns import count_rows
 from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions

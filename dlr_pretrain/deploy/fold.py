@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from dlr_pretrain.config import Config, parse
-from dlr_pretrain.config.written import MANIFEST, read_config, read_record
+from dlr_pretrain.config.run_folder import MANIFEST, read_config, read_record
 from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few_digits
 from dlr_pretrain.models import Llama, build_model

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dlr_pretrain.config.written import describe_differences
+from dlr_pretrain.config.identity import describe_differences
 from dlr_pretrain.deploy.export import draft_folder, open_folder, written_whole
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import copy_file, read_json, refuse_foreign, sha256_of, write_text

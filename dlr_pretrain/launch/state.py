@@ -21,8 +21,9 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
+from dlr_pretrain.config.identity import describe_differences, differences
+from dlr_pretrain.config.run_folder import JOB, JOB_SHAPE, read_record
 from dlr_pretrain.config.tree import PACKAGE
-from dlr_pretrain.config.written import JOB, JOB_SHAPE, describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import EXPIRY, NUMBER, last_record, read_beat, read_json

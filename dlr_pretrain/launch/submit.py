@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dlr_pretrain.config.written import JOB, require_run_folder
+from dlr_pretrain.config.run_folder import JOB, require_run_folder
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, STATES, Status, ask, last_job, queue, shipped, status_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlr_pretrain.config.tree import key
+from dlr_pretrain.config.key import key
 from dlr_pretrain.models import lowrank
 from dlr_pretrain.models.lowrank import LowRank
 

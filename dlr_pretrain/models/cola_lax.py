@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlr_pretrain.config.tree import key
+from dlr_pretrain.config.key import key
 from dlr_pretrain.models import lax
 from dlr_pretrain.models.cola import SWIGLU, Cola
 from dlr_pretrain.models.lax import Lax

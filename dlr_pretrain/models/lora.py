@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.config.tree import BackboneOptions, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import BackboneOptions
 from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
 

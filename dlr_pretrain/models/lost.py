@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.config.tree import key
+from dlr_pretrain.config.key import key
 from dlr_pretrain.models.layer import INIT_STD, SeededInit, Spec
 from dlr_pretrain.models.lowrank import FactorOptions, LowRank, balanced, leading
 

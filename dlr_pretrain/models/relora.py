@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
-from dlr_pretrain.config.tree import key
+from dlr_pretrain.config.key import key
 from dlr_pretrain.models import lora
 from dlr_pretrain.models.layer import SeededInit, projections
 from dlr_pretrain.models.lora import Lora, merged

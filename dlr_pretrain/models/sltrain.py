@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dlr_pretrain.config.tree import BackboneOptions, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import BackboneOptions
 from dlr_pretrain.models.layer import Layer, SeededInit, Spec
 from dlr_pretrain.util.tensors import at_least_fp32
 

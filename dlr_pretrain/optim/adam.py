@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
-from dlr_pretrain.config.tree import OptimizerOptions, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import OptimizerOptions
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA, at_least_fp32
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
-from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import How
 from dlr_pretrain.optim.adam import AdamOptions, decay_groups, empty_state, whole_tensors
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.process import without_warnings
@@ -75,7 +76,7 @@ class ForeachOptions(Options):
 class EightBitOptions(Options):
     """AdamW with 8-bit moments for parameters that are large enough and consist of whole blocks."""
 
-    block_size: int = key("values that share a scale", ge=1)
+    block_size: int = key("values that share a scale", binds="moments", ge=1)
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         _map(signed=True)  # imports torchao before code is compiled

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
-from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import How
 from dlr_pretrain.optim.adam import Adam, AdamOptions, block_matrices, decay_groups, empty_state, move, whole_tensors
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -21,7 +22,7 @@ from dlr_pretrain.util.tensors import at_least_fp32
 class Options(AdamOptions):
     """GaLore on the matrices of the blocks, plain Adam on all other parameters."""
 
-    rank: int = key("rank of the projection", ge=1)
+    rank: int = key("rank of the projection", binds="moments", ge=1)
     update_scale: float = key("factor of a projected update", gt=0)
     refresh_every: int = key("updates between refreshes of the projectors", ge=1)
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
-from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import How
 from dlr_pretrain.optim.adam import Adam, AdamOptions, decay_groups, move, whole_tensors
+
+RESTARTS = {"optimizer.schedule": "loro"}
 
 
 @dataclass
@@ -21,8 +24,10 @@ class Options(AdamOptions):
 
     schedule: Literal["loro", "cosine"] = key("loro: a cosine that restarts after each exact step; cosine: as usual")
     exact_every: int = key("updates between exact steps", ge=1)
-    restart_warmup: int = key("updates of warm-up after an exact step", ge=0)
-    shift: int | None = key("delay of the cosine, a multiple of exact_every; null: the largest in the warm-up", ge=0)
+    restart_warmup: int = key("updates of warm-up after an exact step", read_if=RESTARTS, ge=0)
+    shift: int | None = key(
+        "delay of the cosine, a multiple of exact_every; null: the largest in the warm-up", read_if=RESTARTS, ge=0
+    )
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, Problem
-from dlr_pretrain.config.tree import How, key
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.tree import How
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.optim.adam import block_matrices, decay_groups, whole_tensors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.tree import keys_of
+from dlr_pretrain.config.key import keys_of
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.corpus import FEW_TOKENS, WARNED_UNKNOWN, Corpus

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.models.memory import memory
 from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.ranks import Ranks

@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
+from dlr_pretrain.config.identity import describe_differences, differences
+from dlr_pretrain.config.run_folder import MANIFEST, read_record
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line

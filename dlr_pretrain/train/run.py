@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, flatten, to_dict
-from dlr_pretrain.config.written import read_record, require_run_folder
+from dlr_pretrain.config.run_folder import read_record, require_run_folder
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts

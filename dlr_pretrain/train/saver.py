@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import tree
-from dlr_pretrain.config.written import MANIFEST, read_record
+from dlr_pretrain.config.run_folder import MANIFEST, read_record
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import TensorRows
 from dlr_pretrain.train.console import Console

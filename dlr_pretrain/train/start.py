@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dlr_pretrain.config import Config
-from dlr_pretrain.config.written import describe_differences, differences, read_record
+from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.config.identity import describe_differences, differences, facts
+from dlr_pretrain.config.run_folder import read_record
+from dlr_pretrain.config.values import all_keys
 from dlr_pretrain.models.pretrained import INDEX, WEIGHTS, PretrainedFolder
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import checkpoint
@@ -21,10 +23,6 @@ from dlr_pretrain.util.files import wait_for
 
 CHECKPOINT_WAIT = 5.0  # seconds until a network file system shows a checkpoint that another machine has written
 Say = Callable[[str], None]
-# Keys of the identity: weights fit only their model, moments only their optimizer, a position in the data only its data
-MODEL_KEYS = ("scale.", "backbone.", "dlr.", "tokenizer.")
-OPTIMIZER_KEYS = ("optimizer.name", "optimizer.rank", "optimizer.block_size", "precision.")
-DATA_KEYS = ("data.", "train.global_batch", "train.seq_len")
 
 
 @dataclass
@@ -106,16 +104,15 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
         folder = ranks.main_first(lambda: PretrainedFolder(given, cfg, vocab_size, tokenizer))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
         return Start(folder=folder)
-    found = checkpoint.load(ranks.on_main(lambda: _named(given, say)), ranks)
+    saved = checkpoint.load(ranks.on_main(lambda: _named(given, say)), ranks)
 
     def bind() -> dict:
-        bind_identity(run_dir, {"run.start_from.weights": found.sha256})
-        step = found.step if cfg.run.start_optimizer else 0
-        update_record(run_dir, {"started_from": {"checkpoint": str(found.path), "step": step}})
+        bind_identity(run_dir, {"run.start_from.weights": saved.sha256})
+        step = saved.step if cfg.run.start_optimizer else 0
+        update_record(run_dir, {"started_from": {"checkpoint": str(saved.path), "step": step}})
         return read_record(run_dir)["identity"]
 
-    _take_over(cfg, found, ranks.on_main(bind), say)
-    return Start(found)
+    return Start(_part_of(saved, cfg, ranks.on_main(bind), say))
 
 
 def _named(given: Path, say: Say) -> Path:
@@ -133,29 +130,33 @@ def _named(given: Path, say: Say) -> Path:
     return found
 
 
-def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None:
-    """Cut ``found`` down to what the run of ``identity`` takes over from it."""
-    changed = differences(found.state["identity"], identity)
+def _part_of(saved: Checkpoint, cfg: Config, identity: dict, say: Say) -> Checkpoint:
+    """What the run of ``identity`` takes over from a checkpoint of another run."""
+    keys = all_keys(to_dict(cfg))
+    changed = differences(saved.state["identity"], identity)
     changed = {name: both for name, both in changed.items() if not name.startswith("run.")}
 
-    def refuse(keys: tuple[str, ...], what: str, fix: str) -> None:
-        if differ := {name: both for name, both in changed.items() if name.startswith(keys)}:
+    def differing(part: str) -> dict[str, tuple[object, object]]:
+        return {name: both for name, both in changed.items() if facts(name, keys).binds == part}
+
+    def refuse(part: str, what: str, fix: str) -> None:
+        if differ := differing(part):
             rule = f"another {what} ({describe_differences(differ)})"
             raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set the same keys{fix}")
 
-    refuse(MODEL_KEYS, "model", "; with another dlr, start from the weights in its folded folder")
-    found.state |= {"skipped": [0, 0, 0]}
+    refuse("weights", "model", "; with another dlr, start from the weights in its folded folder")
+    state = saved.state | {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
-        found.optimizer.clear()
-        found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": {}}
-        return say(f"starting from the weights of {found.path}")
-    refuse(OPTIMIZER_KEYS, "optimizer", ", or leave out run.start_optimizer")
-    if found.step >= cfg.train.steps:
-        rule = f"run.start_from={cfg.run.start_from} has already trained {found.step:,} steps"
+        say(f"starting from the weights of {saved.path}")
+        return replace(saved, optimizer={}, state=state | {"step": 0, "tokens": 0, "real_tokens": 0, "streams": {}})
+    refuse("moments", "optimizer", ", or leave out run.start_optimizer")
+    if saved.step >= cfg.train.steps:
+        rule = f"run.start_from={cfg.run.start_from} has already trained {saved.step:,} steps"
         raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set a larger number")
-    if any(name.startswith(DATA_KEYS) for name in changed):
-        found.state["streams"] = {}
+    if differing("position"):
+        state["streams"] = {}
         say("the data start from the beginning, because their keys differ")
-    say(f"continuing {found.path} after step {found.step:,}: the learning rate there is {rate(cfg, found.step):.3g}")
+    say(f"continuing {saved.path} after step {saved.step:,}: the learning rate there is {rate(cfg, saved.step):.3g}")
     if changed:
         say(f"keys that differ: {describe_differences(changed)}")
+    return replace(saved, state=state)

@@ -18,7 +18,7 @@ import pytest
 from dlr_pretrain.cli import LAUNCHERS, main, world_size
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity, parse, to_dict
 from dlr_pretrain.config.command_line import check, options, read
-from dlr_pretrain.config.written import PATHS
+from dlr_pretrain.config.tree import KEYS
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT, commands
@@ -71,7 +71,7 @@ def test_the_home_folder_is_expanded(monkeypatch):
     assert config(*SMALL, "run.root=~/runs").run.root == config(*SMALL, "run.root='~/runs'").run.root == "/home/me/runs"
 
 
-@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize("key", [name for name, key in KEYS.items() if key.path])
 def test_a_path_in_another_spelling_is_the_same_run(key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
@@ -86,7 +86,7 @@ def own(tmp_path, monkeypatch):
         "backbone/gated.yaml": "defaults: [lowrank, _self_]\n_target_: gated.Options\nname: gated\ngate: 0.5\n",
         "backbone/strange.yaml": "_target_: json.JSONDecoder\nname: strange\n",
         "backbone/gone.yaml": "_target_: no_such_package.Options\nname: gone\n",
-        "gated.py": "from dataclasses import dataclass\nfrom dlr_pretrain.config.tree import key\n"
+        "gated.py": "from dataclasses import dataclass\nfrom dlr_pretrain.config.key import key\n"
         "from dlr_pretrain.models import lowrank\n\n@dataclass\nclass Options(lowrank.Options):\n"
         "    gate: float = key('of the latent', ge=0)\n",
         "backbone/other/gated.yaml": "defaults: [/backbone/gated@_here_, _self_]\n",

@@ -11,7 +11,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import GROUPS, to_dict
 from dlr_pretrain.config.problems import nearest, synonyms
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.config.written import all_keys
+from dlr_pretrain.config.values import all_keys
 from tests.config.test_command_line import SMALL, problems
 from tests.conftest import ROOT
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import runpy
+from dataclasses import dataclass
 
 import pytest
 import yaml
 
-from dlr_pretrain.analysis import runs
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, identity, parse, to_dict
 from dlr_pretrain.config.command_line import default_choices
-from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences
-from dlr_pretrain.train import start
+from dlr_pretrain.config.identity import TEXT, differences
+from dlr_pretrain.config.key import key
+from dlr_pretrain.config.values import all_keys
+from dlr_pretrain.optim import adamw
 from tests.conftest import ROOT
 
 COMPOSED = [group for group in GROUPS if group != "experiment"]
@@ -84,14 +85,18 @@ def test_derived_values(cfg):
     assert cfg.micro_batch(2) == 4
 
 
-def test_lists_of_keys_name_existing_keys():
+def test_conditions_name_existing_keys():
     """Otherwise a renamed key would silently drop out of them."""
     files = itertools.product(*((CONFIG_DIR / group).glob("*.yaml") for group in ("backbone", "optimizer")))
-    trees = ({path.parent.name: yaml.safe_load(path.read_text()) for path in pair} for pair in files)
-    own = {name for tree in trees for name in all_keys(tree)}
-    known = {*KEYS, *own, *GROUPS, "data.shards", "tokenizer.pieces"}
-    lists = [*start.MODEL_KEYS, *start.DATA_KEYS, *start.OPTIMIZER_KEYS, *ORIGIN, *PATHS, *runs.TEXT]
-    assert [entry for entry in lists if not any(key.startswith(entry) for key in known)] == []
+    trees = [{path.parent.name: yaml.safe_load(path.read_text()) for path in pair} for pair in files]
+    keys = {name: key for tree in trees for name, key in all_keys(tree).items()}
+    assert {other for key in keys.values() for other in key.read_if} <= keys.keys()
+    assert {key.binds for key in keys.values()} == {None, "weights", "moments", "position"}
+
+
+def test_losses_are_comparable_on_the_same_text_alone():
+    assert set(TEXT) == {"data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len",
+                         "data.mask_documents"}  # fmt: skip
 
 
 def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
@@ -178,3 +183,17 @@ def test_options_are_named_as_their_files_and_quoted():
         if group in COMPOSED and group != "data":
             own = tree["scale"] if group == "scale" else tree
             assert own["view" if group == "logger" else "name"] == path.stem
+
+
+@dataclass
+class Smoothed(adamw.Options):
+    smoothing: float = key("a key that is newer than its option's file", 0.5, gt=0)
+
+
+def test_a_default_of_an_option_needs_no_line_in_its_file(tree):
+    tree["optimizer"]["_target_"] = f"{__name__}.Smoothed"
+    cfg = parse(tree)
+    assert cfg.optimizer.smoothing == 0.5 and to_dict(cfg)["optimizer"]["smoothing"] == 0.5
+    assert identity(cfg)["optimizer.smoothing"] == 0.5
+    tree["optimizer"]["smoothing"] = 0.25
+    assert parse(tree).optimizer.smoothing == 0.25

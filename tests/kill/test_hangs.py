@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train import checkpoint, run, saver
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.util.files import read_metrics

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.util.errors import EXIT_STOPPED
 from dlr_pretrain.util.files import read_metrics, wait_for
 from tests.conftest import ROOT

@@ -10,7 +10,7 @@ import torch
 
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.runs import read_runs
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
 from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train import loop

@@ -9,7 +9,7 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train.checkpoint import load as load_checkpoint
 from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.train.ranks import Ranks

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dlr_pretrain.config import parse
-from dlr_pretrain.config.written import read_config
+from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.data import inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 import dlr_pretrain
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
-from dlr_pretrain.config.written import require_run_folder
+from dlr_pretrain.config.run_folder import require_run_folder
 from dlr_pretrain.train import record
 from dlr_pretrain.train.record import (
     bind_identity,

@@ -33,7 +33,7 @@ from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import groups_table, pairs_table, run_tables, table
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.record import open_record, record_start, record_state, update_record
 from dlr_pretrain.util.files import read_metrics

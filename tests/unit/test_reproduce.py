@@ -23,7 +23,7 @@ from dlr_pretrain.analysis.reproduce import documentation
 from dlr_pretrain.analysis.runs import NONE
 from dlr_pretrain.analysis.tables import Table
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.launch.runs import PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.submit import ranges
 from dlr_pretrain.train.record import update_record

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load as load_config
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.checkpoint import directories, load, newest
 from dlr_pretrain.train.ranks import Ranks

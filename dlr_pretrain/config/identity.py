@@ -1,0 +1,100 @@
+"""What makes two runs the same run: the keys that affect its mathematics, and the name that follows from them."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+
+import yaml
+
+from dlr_pretrain.config.key import Key, is_value, section
+from dlr_pretrain.config.problems import as_typed
+from dlr_pretrain.config.run_folder import read_record
+from dlr_pretrain.config.tree import CONFIG_DIR, KEYS, OPEN_GROUPS, SECTIONS, Config
+from dlr_pretrain.config.values import all_keys, flatten, to_dict
+from dlr_pretrain.util.errors import UserError
+
+ORIGIN = {name for name, key in KEYS.items() if key.origin}
+TEXT = ("data.shards", "tokenizer.pieces", *(name for name, key in KEYS.items() if key.evaluates))
+
+
+def identity(cfg: Config) -> dict[str, object]:
+    """The dotted keys that affect the mathematics of a run, with their values as JSON returns them."""
+    tree = to_dict(cfg)
+    keys = all_keys(tree)
+    tree["data"]["streams"] = cfg.num_streams
+    return json.loads(json.dumps({name: v for name, v in flatten(tree).items() if not keys[name].changes}))
+
+
+def facts(name: str, keys: Mapping[str, Key]) -> Key:
+    """What is true of an entry of an identity: of its key, or of the section under whose name a run records it."""
+    shared: Key = getattr(SECTIONS.get(name.partition(".")[0]), "shared", section())
+    return keys.get(name, shared)
+
+
+def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
+    """The keys in which the identities of two runs differ, with both values.
+
+    Keys that say where text comes from do not count, nor keys that only one identity has. But a key that ``there``
+    lacks, because it is newer than that run, has its default there, unless the default depends on other keys.
+    """
+    options = {}
+    for group in OPEN_GROUPS:
+        if (file := CONFIG_DIR / group / f"{here.get(f'{group}.name')}.yaml").is_file():
+            options[group] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys = KEYS if len(options) < len(OPEN_GROUPS) else all_keys(options)
+    defaults = {name: key.default for name, key in keys.items()} | flatten(options)
+    defaults = {name: value for name, value in defaults.items() if is_value(value)}
+    before = {**defaults, **there} if there else {}
+    before = {name: facts(name, keys).normal_path(value) for name, value in before.items()}
+    return {
+        name: (before[name], value)
+        for name, value in here.items()
+        if name in before and not facts(name, keys).origin and before[name] != value
+    }
+
+
+def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
+    """The result of ``differences`` as text."""
+    return between.join(
+        f"{name}: {as_typed(there)} there, {as_typed(here)} here" for name, (there, here) in changed.items()
+    )
+
+
+def shorter_run(cfg: Config) -> str:
+    """A note on a run beside a new one that differs from it only in ``train.steps``; "" if there is none."""
+    here, folder = identity(cfg), Path(str(cfg.run.dir))
+    family = re.sub(rf"(?<=-s{cfg.seed})-[\w.-]+$", "", folder.name)  # the name without its keys
+    for path in [] if read_record(folder) else folder.parent.glob(f"{glob.escape(family)}*"):
+        with suppress(UserError, OSError):  # the record of another run may be damaged or unreadable
+            changed = differences(read_record(path).get("identity", {}), here)
+            if changed.keys() == {"train.steps"}:
+                note = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with"
+                return f"{note} that value, or start from it: run.start_from={path} run.start_optimizer=true"
+    return ""
+
+
+def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str]) -> str:
+    """A stable name from the chosen options, the seed, and a short hash of the other keys that were ``given``.
+
+    A single key precedes its hash: ``-rank64-1f0c2a9e``. Options in ``defaults`` are left out, except scale, backbone
+    and dlr. Only the values of keys that affect the mathematics count, not their spelling or order.
+    """
+    names = {group: PurePath(option).name for group, option in choices.items() if option}  # options may lie in folders
+    parts = [names["scale"], names["backbone"], f"dlr_{names['dlr']}"]
+    for group in ("optimizer", "data", "precision", "experiment"):
+        if group in names and choices[group] != defaults.get(group):
+            parts.append(names[group])
+    parts.append(f"s{cfg.seed}")
+    matter = {name: value for name, value in identity(cfg).items() if name in given and name != "seed"}
+    if len(matter) == 1:
+        ((name, value),) = matter.items()
+        parts += [word] if re.fullmatch(r"[\w.]{1,32}", word := f"{name.split('.')[-1]}{as_typed(value)}") else []
+    if matter:
+        parts.append(hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8])
+    return "-".join(parts)

@@ -1,0 +1,150 @@
+"""A key of the configuration, with everything that is true of it alone. Rules between keys are in ``rules``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+MANDATORY = "???"  # OmegaConf's mark for a value that an option or the user must set
+NULL_SPELLINGS = ("none", "null", "~", "")  # users type these for null; all but a bare null arrive as text
+TYPE_NAMES: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list such as [a,b]",
+}
+BOUNDS = {
+    "gt": ("above", operator.gt),
+    "ge": ("of at least", operator.ge),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
+
+
+def key(
+    doc: str,
+    default: object = MANDATORY,
+    *,
+    fixed: bool = False,
+    path: bool = False,
+    changes: bool = False,
+    origin: bool = False,
+    binds: str | None = None,
+    evaluates: bool = False,
+    read_if: Mapping[str, object] | None = None,
+    **bounds: float,
+) -> Any:
+    """A documented field with its ``BOUNDS``; the other arguments are those of ``Key``.
+
+    The default may be an interpolation such as ``${scale.rank}``.
+    """
+    facts = Key(None, default, doc, fixed, path, changes, origin, binds, evaluates, _conditions(read_if), bounds)
+    return field(default=default, metadata={"key": facts})
+
+
+def section(changes: bool = False, binds: str | None = None, read_if: Mapping[str, object] | None = None) -> Key:
+    """What is true of all keys of a section, and of what a run records under its name."""
+    return Key(None, changes=changes, binds=binds, read_if=_conditions(read_if))
+
+
+def is_value(default: object) -> bool:
+    """Whether a default is a value, so that no option, user or other key has to set it."""
+    return default != MANDATORY and not (isinstance(default, str) and "${" in default)
+
+
+def _conditions(read_if: Mapping[str, object] | None) -> dict[str, tuple]:
+    return {name: value if isinstance(value, tuple) else (value,) for name, value in (read_if or {}).items()}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a section or of an option."""
+
+    hint: object
+    default: object = MANDATORY
+    doc: str = ""
+    fixed: bool = False  # defines an option: only the option's YAML file can set it
+    path: bool = False  # of a file or folder, without globs, or an address
+    changes: bool = False  # may change on resume, because it does not affect the mathematics of a run
+    origin: bool = False  # may change on resume if text and tokenizer stay the same, which their fingerprints ensure
+    binds: str | None = None  # what of a checkpoint fits only this value: its weights, moments or position in the data
+    evaluates: bool = False  # losses of runs with different values are not comparable
+    read_if: Mapping[str, tuple] = field(default_factory=dict)  # other keys, each with the values for which it is read
+    bounds: Mapping[str, float] = field(default_factory=dict)
+
+    def within(self, section: Key) -> Key:
+        """This key with what is true of all keys of its section."""
+        changes, read_if = self.changes or section.changes, {**section.read_if, **self.read_if}
+        return dataclasses.replace(self, changes=changes, binds=self.binds or section.binds, read_if=read_if)
+
+    def kinds(self) -> tuple[Any, tuple[str, ...], bool]:
+        """The type of a plain value or None, the words of a Literal, and whether null is allowed."""
+        union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
+        hints = typing.get_args(self.hint) if union else (self.hint,)
+        words = tuple(w for hint in hints if typing.get_origin(hint) is Literal for w in typing.get_args(hint))
+        plain = [h for h in hints if h is not type(None) and typing.get_origin(h) is not Literal]
+        return plain[0] if plain else None, words, type(None) in hints
+
+    def takes(self) -> str:
+        """The allowed values in words, such as ``a whole number of at least 1 or null``."""
+        kind, words, optional = self.kinds()
+        limits = [f"{BOUNDS[name][0]} {limit}" for name, limit in self.bounds.items()]
+        plain = [f"{TYPE_NAMES.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
+        return " or ".join([*plain, *words, *(["null"] if optional else [])])
+
+    def means_null(self, value: object) -> bool:
+        """Whether a value is text that a user may have typed for null, where the key allows null or is a path."""
+        spelt = isinstance(value, str) and value.strip().lower() in NULL_SPELLINGS
+        return spelt and (self.path or self.kinds()[2])
+
+    def read(self, value: Any) -> Any:
+        """``value`` in the key's type. Raises ValueError if it is not allowed.
+
+        Nothing is rounded, and true and false are not numbers. A number may be given as text, because an environment
+        variable is text, as in ``train.lr=${oc.env:LR}``. A text key refuses numbers: Hydra turns 2026_11_22 into
+        20261122.
+        """
+        kind, words, optional = self.kinds()
+        if (optional and value is None) or (isinstance(value, str) and value in words):
+            return value
+        fits = kind is object
+        if kind is bool or (kind is int and type(value) is int):  # a float would round it
+            fits = type(value) is kind and abs(value) < 1 << 63
+        elif kind is str:
+            fits = isinstance(value, str) and value.strip() != "" and bool(value.encode())  # raises ValueError
+            value = self.normal_path(os.path.expanduser(value)) if fits else value
+        elif kind == list[str]:
+            value = [value] if isinstance(value, str) else value
+            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        elif kind in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            number = float(value)
+            fits = math.isfinite(number) and number == kind(number) and (kind is float or abs(number) < 1 << 63)
+            value = kind(number) if fits else value
+        if not fits or not all(BOUNDS[name][1](value, limit) for name, limit in self.bounds.items()):
+            raise ValueError(f"must be {self.takes()}")
+        return value
+
+    def normal_path(self, value: Any) -> Any:
+        """A path x for x/, x// and ./x; any other value as it is. The target of .. depends on links, so .. stays."""
+        if not self.path or not isinstance(value, str):
+            return value
+        if "://" in value:  # in an address, a second slash is part of a name
+            return value if value.endswith("//") else value.removesuffix("/")
+        return str(Path(value))
+
+
+def keys_of(section: type) -> Iterator[tuple[str, Key]]:
+    """Yields the name and the key of each field that a dataclass declares with ``key``."""
+    hints = typing.get_type_hints(section)
+    for declared in dataclasses.fields(section):
+        if "key" in declared.metadata:
+            yield declared.name, dataclasses.replace(declared.metadata["key"], hint=hints[declared.name])

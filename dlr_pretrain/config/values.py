@@ -1,0 +1,128 @@
+"""Reads a composed or a written mapping into a checked ``Config``, and writes a ``Config`` as a mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dlr_pretrain.config.key import Key, is_value, keys_of
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
+from dlr_pretrain.config.tree import GROUPS, KEYS, OPEN_GROUPS, SECTIONS, Config, keys_in
+from dlr_pretrain.util.errors import first_line
+
+TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
+
+
+def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a nested mapping by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, dict) and value
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """The configuration as nested mappings, as it is written to ``config.yaml``."""
+    tree = dataclasses.asdict(cfg)
+    for group in OPEN_GROUPS:
+        options = getattr(cfg, group)
+        target = {TARGET: f"{type(options).__module__}.{type(options).__qualname__}"}
+        tree[group] = target | {name: getattr(options, name) for name, _ in keys_of(type(options))}
+    return tree
+
+
+def options_class(group: str, tree: Mapping) -> type:
+    """The class of the chosen backbone or optimizer. This call may be the first to import torch.
+
+    Raises ConfigError if the class is not named or cannot be imported.
+    """
+    chosen = tree.get(group)
+    target = chosen.get(TARGET) if isinstance(chosen, Mapping) else None
+    name = f"{group}.{TARGET}"
+    if not isinstance(target, str):
+        raise ConfigError([Problem(name, MISSING, "needs a value", f"Choose an option: {group}=<option>")])
+    try:
+        options = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "Install its package, or add the folder that holds it to PYTHONPATH"
+        raise ConfigError([Problem(name, target, f"cannot be imported ({first_line(error)})", fix)]) from error
+    if not (isinstance(options, type) and issubclass(options, SECTIONS[group])):
+        base = SECTIONS[group].__name__
+        raise ConfigError([Problem(name, target, f"is not a subclass of {base} of dlr_pretrain.config.tree")])
+    return options
+
+
+def all_keys(tree: Mapping) -> dict[str, Key]:
+    """Every key by dotted name, including those of the backbone and the optimizer of a tree."""
+    keys = dict(KEYS)
+    for group in OPEN_GROUPS:
+        keys |= keys_in(group, options_class(group, tree))
+        keys[f"{group}.{TARGET}"] = Key(str, fixed=True, changes=True)
+    return keys
+
+
+def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
+    """The ``Config`` of a composed or a written mapping. Raises ConfigError with the problems of all keys.
+
+    ``typed`` are the keys of a command line, which cannot set fixed keys (None: a run wrote the mapping). A missing key
+    gets its default if that is a plain value.
+    """
+    keys, given = all_keys(tree), flatten(tree)
+    problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
+    values: dict[str, Any] = {}
+    for name, key in keys.items():
+        value, section = given.get(name, key.default), name.partition(".")[0]
+        if not is_value(value):
+            if section in given:  # the section itself has a value, which is reported already
+                continue
+            fix = f"Choose an option: {section}=<option>" if key.fixed else f"Set {name}=<value>"
+            problems.append(Problem(name, MISSING, "needs a value", fix))
+            continue
+        try:
+            if typed is not None and key.means_null(value):  # a recorded path may be ./None
+                raise ValueError(name)
+            values[name] = key.read(value)
+        except (ValueError, OverflowError):
+            problems.append(_refused(name, value, key))
+    for name in sorted(typed or ()):
+        if name in keys and keys[name].fixed:
+            fix = f"Choose another option: {name.partition('.')[0]}=<option>"
+            problems.append(Problem(name, given.get(name), "can only be set by an option", fix))
+    if problems:
+        raise ConfigError(problems)
+    return _build(values)
+
+
+def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:
+    """The problem of a key that does not exist, with the nearest existing key."""
+    if inside := [known for known in keys if known.startswith(f"{name}.")]:
+        return Problem(name, value, "a section, not a value", f"Set one of its keys, such as {inside[0]}")
+    section = name.partition(".")[0]
+    whose = f" of {section}={tree[section].get('name')}" if section in OPEN_GROUPS else ""
+    settable = [*(known for known in keys if not keys[known].fixed), *GROUPS]
+    return Problem(name, value, f"no such key{whose}", did_you_mean(name, settable, "See docs/configuration.md"))
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    sections: dict[str, Any] = {}
+    for name, section in SECTIONS.items():
+        own = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith(f"{name}.")}
+        kind = options_class(name, {name: {TARGET: own.pop(TARGET)}}) if name in OPEN_GROUPS else section
+        sections[name] = kind(**own)
+    return Config(**sections, **{key: value for key, value in values.items() if "." not in key})
+
+
+def _refused(name: str, value: object, key: Key) -> Problem:
+    """The problem of a value that the key does not allow."""
+    kind, words, optional = key.kinds()
+    rule = f"must be {key.takes()}" + (f" ({key.doc})" if key.doc else "")
+    if key.means_null(value):
+        place = "~/" if value == "~" else f"./{str(value).strip()}"
+        fixes = ["null"] * optional + [f"{place} for the path"] * key.path
+        return Problem(name, value, rule, f"Write {', or '.join(fixes)}")
+    if kind is str and isinstance(value, (int, float)):
+        return Problem(name, value, rule, f"Quote it: \"{name}='...'\"")
+    return Problem(name, value, rule, did_you_mean(str(value), words))
