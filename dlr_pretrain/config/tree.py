@@ -143,7 +143,7 @@ class Data:
         "on the hub: a commit, tag or branch; null: the newest commit at the start", None, changes=True
     )
     cache: str | None = key(
-        "folder for copies of remote shards, tokens of small texts and indexes of .gz files; null: in ~/.cache",
+        "folder for copies of remote shards, and for the tokens of text that is not streamed; null: in ~/.cache",
         None,
         path=True,
         changes=True,

@@ -405,13 +405,6 @@ def user_cache() -> Path:
     return folder
 
 
-def index_path(file: File, cache: str | None) -> Path:
-    """The path of the index of a gzip file (see ``gunzip``), below ``cache`` or the user's cache."""
-    changed = os.stat(file.address).st_mtime_ns if file.is_local else file.changed
-    name = hashlib.sha256(repr((file.address, file.size, changed)).encode()).hexdigest()[:24]
-    return (Path(cache) if cache else user_cache()) / "places" / f"{name}.npz"
-
-
 @contextmanager
 def created_atomically(folder: Path) -> Iterator[Path]:
     """A draft of a new folder, which becomes ``folder`` once it is complete, unless another process was faster."""

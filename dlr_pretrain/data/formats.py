@@ -1,4 +1,4 @@
-"""The format of a file: JSON lines, text, parquet or arrow, plain or compressed.
+"""The formats that are read, and which of them a file has: JSON lines, text, parquet, arrow, CSV, plain or compressed.
 
 The first bytes are checked before a file is read, because downloads and editors put other content under valid names.
 """
@@ -11,32 +11,30 @@ import io
 import lzma
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from dlr_pretrain.config.tree import Data
+from dlr_pretrain.data.csv_files import CSV, TSV
 from dlr_pretrain.data.files import File
+from dlr_pretrain.data.format import BOM, Format, Head
+from dlr_pretrain.data.tables import ARROW, PARQUET
+from dlr_pretrain.data.text_files import JSON_LINES, PARAGRAPHS, TEXT
 from dlr_pretrain.util.errors import UserError, file_error, first_line
 
+FORMATS = (JSON_LINES, TEXT, PARQUET, ARROW, CSV, TSV)
 HEAD_BYTES = 512  # checked at the start of a file
-BOM = b"\xef\xbb\xbf"
 SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which a zstd file may begin
 COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"} | SKIPPABLE
-TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
-FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "text", ".parquet": "parquet",
-           ".arrow": "arrow"}  # fmt: skip
 COMPRESSIONS = tuple(dict.fromkeys(COMPRESSED.values()))
-SUFFIXES = {name + packed: kind for packed in ("", *COMPRESSIONS) for name, kind in FORMATS.items()}
+SUFFIXES = tuple(suffix for format in FORMATS for suffix in format.suffixes)
 FETCH = "Fetch this shard again"
-UNSUPPORTED = [  # how a file begins, what it is, and the fix
+UNSUPPORTED: list[Head] = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
     ((b"%PDF",), "a PDF document", "Convert it to text"),
     ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
     ((b"<!doctype", b"<html"), "an HTML page, perhaps a server error", FETCH),
     ((b"<?xml",), "XML, perhaps a server error", FETCH),
-]
-NOT_JSON_LINES = [
-    ((b"[",), "a JSON array, but a shard holds one JSON object per line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
-    ((b"{\n", b"{\r"), "one JSON object over several lines, not one per line", "Convert it: jq -c . FILE > FILE.jsonl"),
 ]
 DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are among the first four
 
@@ -52,44 +50,49 @@ def unreadable(file: File, error: Exception, where: str = "") -> UserError:
     return UserError(f"{file.address}: damaged or cut off{where} ({first_line(error)}). {FETCH}")
 
 
-def suffix_of(name: str) -> str:
-    """The suffix that gives a file's format and compression, such as .jsonl.gz; "" if the format is unknown."""
-    return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
+def format_of(name: str) -> Format | None:
+    """The format by file name; None if the name is that of none."""
+    lowered = name.lower()
+    plain = next((lowered.removesuffix(packed) for packed in COMPRESSIONS if lowered.endswith(packed)), lowered)
+    return next((format for format in FORMATS if plain.endswith(format.suffixes)), None)
 
 
-def kind_of(name: str) -> str:
-    """The format by file name: lines, text, parquet or arrow; "" if it is unknown."""
-    return SUFFIXES.get(suffix_of(name), "")
+def is_compressed(name: str) -> bool:
+    """Whether a file is compressed, judged by its name."""
+    return name.lower().endswith(COMPRESSIONS)
 
 
-def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[str, str]:
-    """The kind of a file, and the suffix of its compression or "".
+def as_read(format: Format, data: Data) -> Format:
+    """The format of a file whose name or content is that of ``format``."""
+    return PARAGRAPHS if format is TEXT and data.document == "paragraph" else format
 
-    The kind is lines, text (one document), paragraphs, parquet, arrow or empty. The first bytes decide the compression,
-    not the name, because downloads may change either. The stream is at its start, and is left there. Raises UserError
-    if the file cannot be read.
+
+def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[Format | None, str]:
+    """The format of a file, None if it is empty; and the suffix of its compression or "".
+
+    The first bytes decide the compression, not the name, because downloads may change either. The stream is at its
+    start, and is left there. Raises UserError if the file cannot be read.
     """
     head = _first_bytes(file, stream)
     compression = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
     if compression:
         head = _first_bytes(file, stream, compression)
     if not head:
-        return "empty", compression
-    table = next((kind for magic, kind in TABLES.items() if head.startswith(magic)), None)
-    kind = table or kind_of(file.name) or ("lines" if head.startswith(b"{") else None)
-    if kind is None:
-        rule = f"its name ends with none of {', '.join(FORMATS)}"
+        return None, compression
+    by_content = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), None)
+    format = by_content or format_of(file.name) or (JSON_LINES if head.startswith(b"{") else None)
+    if format is None:
+        rule = f"its name ends with none of {', '.join(SUFFIXES)}"
         raise UserError(f"{file.address}: {rule}. Rename it, or leave it out")
-    if kind == "lines":
-        _refuse(file, head, NOT_JSON_LINES)
+    _refuse(file, head, format.refused)
     wrong = ""
-    if kind in TABLES.values() and not table:
-        wrong = f"is not in {kind} format"
-    elif not table and b"\0" in head:
+    if format.magic and not by_content:
+        wrong = f"is not in {format.name} format"
+    elif not by_content and b"\0" in head:
         wrong = f"is not UTF-8 text: it begins with {head[:8]!r}"
     if wrong:
         raise UserError(f"{file.address}: {wrong}. Convert it, {FETCH.lower()}, or leave it out")
-    return "paragraphs" if kind == "text" and data.document == "paragraph" else kind, compression
+    return as_read(format, data), compression
 
 
 def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
@@ -105,10 +108,10 @@ def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
     return head
 
 
-def _refuse(file: File, head: bytes, formats: list[tuple[tuple[bytes, ...], str, str]]) -> None:
-    """Raise UserError if a file begins like one of ``formats``."""
+def _refuse(file: File, head: bytes, others: Sequence[Head]) -> None:
+    """Raise UserError if a file begins like one of ``others``."""
     text = head.removeprefix(BOM).lstrip().lower()
-    for begins, what, fix in formats:
+    for begins, what, fix in others:
         if head.startswith(begins) or text.startswith(begins):
             raise UserError(f"{file.address}: is {what}. {fix}")
 

@@ -10,7 +10,6 @@ import math
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -114,28 +113,24 @@ class TrainLoader:
             self._queue.put(error)
 
 
-def _read_first_rows(rows: dict[int, Iterator[TokenRow]], groups: list[list[int]], closed: threading.Event) -> None:
-    """Read the first row of every stream in parallel. The first error ends all reading and is raised.
-
-    The streams of a group begin in the same shard. One thread reads them in turn, so a remote shard is fetched once.
-    """
+def _read_first_rows(rows: dict[int, Iterator[TokenRow]], closed: threading.Event) -> None:
+    """Read the first row of every stream in parallel. The first error ends all reading and is raised."""
     failed = threading.Event()
 
-    def work(group: list[int]) -> None:
-        for v in group:
-            if not closed.is_set() and not failed.is_set():
-                rows[v] = chain([next(rows[v])], rows[v])
+    def work(v: int) -> None:
+        if not closed.is_set() and not failed.is_set():
+            rows[v] = chain([next(rows[v])], rows[v])
 
-    with new_pool(ThreadPool, min(STARTING_THREADS, len(groups))) as pool:  # its daemons do not keep the process alive
-        done = pool.imap_unordered(work, groups)
+    with new_pool(ThreadPool, min(STARTING_THREADS, len(rows))) as pool:  # its daemons do not keep the process alive
+        done = pool.imap_unordered(work, list(rows))
         try:
             for _ in done:
                 pass
         except Exception:
             failed.set()
-            for _ in groups:
+            for _ in rows:
                 with suppress(Exception):
-                    done.next(CLOSE_SECONDS / len(groups))
+                    done.next(CLOSE_SECONDS / len(rows))
             raise
 
 
@@ -147,7 +142,6 @@ def _rows_of_streams(
     if not packed:
         tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
     rows: dict[int, Iterator[TokenRow]] = {}
-    beginning_in: dict[int, list[int]] = defaultdict(list)  # the streams that begin in each shard
     for v, position in positions.items():
         stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, packed)
         chunks = stream.chunks(position)
@@ -155,9 +149,7 @@ def _rows_of_streams(
             rows[v] = packed_rows(chunks, position, seq_len)
         else:
             rows[v] = padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
-        pieces = stream.share(position.epoch).pieces[position.piece :]
-        beginning_in[pieces[0].shard if pieces else -1].append(v)
-    _read_first_rows(rows, list(beginning_in.values()), closed)
+    _read_first_rows(rows, closed)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Writes folders of tokens: for ``scripts/prepare_data.py``, and for small texts when a run starts.
+"""Writes folders of tokens: for ``scripts/prepare_data.py``, and when a run starts on text that is not streamed.
 
 Shards of tokens have a size of their own: many small files share one, and a large file fills several. How the text is
 divided depends on the names and sizes of its files alone, so any number of processes writes the same shards. A process
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -19,30 +20,30 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
+from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import tokens
-from dlr_pretrain.data.columns import Part
-from dlr_pretrain.data.files import File, created_atomically, user_cache
-from dlr_pretrain.data.formats import COMPRESSIONS, TABLES, kind_of
+from dlr_pretrain.data.files import File, user_cache
+from dlr_pretrain.data.format import WHOLE, Part
+from dlr_pretrain.data.formats import as_read, format_of, is_compressed
 from dlr_pretrain.data.sources import TextSource, nothing_remains
-from dlr_pretrain.data.streams import cut, tokenise_in_chunks
+from dlr_pretrain.data.streams import token_dtype, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
 from dlr_pretrain.util.files import draft_of, locked, new_pool, refuse_foreign, sync, write_durably
 from dlr_pretrain.util.process import cores
-from dlr_pretrain.util.text import plural, shortened
+from dlr_pretrain.util.text import amount, plural, shortened
 
-SMALL_CHARACTERS = 1 << 28  # up to this, text is tokenised when a run starts: about ten seconds for sentencepiece
-FEW_DOCUMENTS = 16  # per stream: with fewer, text is tokenised as well, because streams cannot divide whole documents
-MANY_READS = 2.0  # reads of a streamed text per epoch from which on a remark is printed
+SMALL_BYTES = 1 << 28  # up to this, text is always tokenised: about ten seconds for sentencepiece
 SHARD_BYTES = 400_000_000  # of text in a shard, about 100M tokens
 ROWS_LEFT_OUT, SPECIAL_TOKENS = "bad rows", "special"  # in the contents of a folder
 FIRST_TEXTS = 1000  # of a streamed text, in which special tokens are counted
@@ -50,6 +51,10 @@ JOB_BYTES = 8 << 20  # of text in a job: about a second for sentencepiece
 FILE_BYTES = 4 << 10  # of text that is tokenised in the time in which a file is opened
 DENSITY = 3  # bytes of text in each byte of a compressed file or a table
 PARALLEL_JOBS = 3  # from this many on, worker processes pay off
+COMPRESSED_PARTS = 16  # of all compressed text: a part is decompressed from the beginning of its file
+TEXT_A_SECOND = 10 << 20  # bytes that a process tokenises: sentencepiece on a current core
+TOKEN_TEXT = 4  # bytes of text in a token
+MAX_MINUTES = 45.0  # that a start may take for tokens: other ranks wait for an hour
 SUFFIXES = (tokens.TOKENS, tokens.FILES, tokens.SUMS, tokens.ENDS)  # as they are written: the ends complete a shard
 OTHER_CACHE = "Set data.cache to a folder that all nodes see. The next start replaces damaged tokens"
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # one per worker
@@ -64,8 +69,8 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
     """
     again = "Start again: finished shards are kept"
     try:
-        with locked(output):
-            yield from _tokenise(source, tokenizer, output, workers)
+        with locked(output) as held:
+            yield from _tokenise(source, tokenizer, output, workers, held.alone)
     except OSError as error:
         raise UserError(f"{file_error(error)}. {again}") from error
     except BrokenProcessPool as error:
@@ -94,8 +99,7 @@ class Draft(NamedTuple):
 
 def plan(source: TextSource) -> list[Shard]:
     """How the text of a source is divided. This depends on the names and sizes of its files alone."""
-    train = _divide(source.chosen.train, source.data.document)
-    validation = _divide(source.chosen.validation, source.data.document)
+    train, validation = (_divide(files, source.data) for files in (source.chosen.train, source.chosen.validation))
     names = tokens.shard_names("train", len(train))
     if source.holds_out:
         pairs = zip(names, tokens.shard_names("validation", len(train)), strict=True)
@@ -104,16 +108,30 @@ def plan(source: TextSource) -> list[Shard]:
     return [([name], jobs) for name, jobs in zip(names, train + validation, strict=True)]
 
 
-def _divide(files: Sequence[File], document: str) -> list[list[Job]]:
+def text_bytes(file: File) -> int:
+    """The text in a file, in bytes, as far as its name and size tell."""
+    if file.size is None:
+        return JOB_BYTES
+    format = format_of(file.name)
+    packed = is_compressed(file.name) or (format is not None and format.cut == "batches")
+    return file.size * (DENSITY if packed else 1)
+
+
+def _divide(files: Sequence[File], data: Data) -> list[list[Job]]:
     """The jobs of each shard."""
-    parts, costs = [], []
+    parts, costs, text = [], [], sum(map(text_bytes, files))
     for number, file in enumerate(files):
-        kind, packed = kind_of(file.name), file.name.lower().endswith(COMPRESSIONS)
-        size = JOB_BYTES if file.size is None else file.size * (DENSITY if packed or kind in TABLES.values() else 1)
-        can_cut = file.is_local and not packed and (kind != "text" or document == "paragraph")
-        count = max(1, -(-size // JOB_BYTES)) if can_cut else 1
-        parts += [FilePart(number, file.name, Part(i, count)) for i in range(count)]
-        costs += [size // count + FILE_BYTES] * count
+        size, cut = text_bytes(file), "nowhere"
+        if file.is_local and (format := format_of(file.name)):
+            cut = as_read(format, data).cut
+        count = max(1, -(-size // JOB_BYTES))
+        if is_compressed(file.name):
+            count = max(1, min(count, COMPRESSED_PARTS * size // text)) if cut == "lines" else 1
+        elif cut == "nowhere":
+            count = 1
+        expected = size if is_compressed(file.name) else None
+        parts += [FilePart(number, file.name, Part(i, count, expected) if count > 1 else WHOLE) for i in range(count)]
+        costs += [(size + FILE_BYTES) // count] * count
     total, before = sum(costs), 0
     count = max(1, round(total / SHARD_BYTES))
     jobs: dict[tuple[int, int], Job] = {}
@@ -126,8 +144,11 @@ def _divide(files: Sequence[File], document: str) -> list[list[Job]]:
     return list(shards.values())
 
 
-def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
-    """As ``make_tokens``, but raises OSError and BrokenProcessPool as they are."""
+def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, alone: bool) -> Iterator[bool]:
+    """As ``make_tokens``, but raises OSError and BrokenProcessPool as they are.
+
+    If this process is ``alone`` in the folder, the drafts that killed processes have left there are deleted.
+    """
     shards = plan(source)
     names = [name for shard_names, _ in shards for name in shard_names]
     manifest = {
@@ -144,9 +165,10 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     work = partial(_tokenise_job, source, output)
-    with new_pool(ProcessPoolExecutor, workers, context, _start_worker, (work,)) as pool:  # starts workers on demand
-        parallel = workers > 1 and sum(len(jobs) for _, jobs in shards) >= PARALLEL_JOBS
-        mapped = pool.map if parallel else map
+    parallel = workers > 1 and sum(len(jobs) for _, jobs in shards) >= PARALLEL_JOBS
+    start = partial(new_pool, ProcessPoolExecutor, workers, context, _start_worker, (work,))
+    with start() if parallel else nullcontext() as pool:  # starts workers on demand
+        mapped = map if pool is None else pool.map
         whole = list(mapped(partial(_is_whole, output), [names for names, _ in shards]))
         todo = [(names, job) for (names, jobs), done in zip(shards, whole, strict=True) if not done for job in jobs]
         results = mapped(_call if parallel else work, todo)
@@ -158,7 +180,7 @@ def _tokenise(source: TextSource, tokenizer: Tokenizer, output: Path, workers: i
     if counted := _counted(source, tokenizer, TokenSource(output)):
         manifest["contents"] = source.contents | counted
         write_durably(output / tokens.MANIFEST, json.dumps(manifest, indent=1))
-    for draft in output.glob(".*.tmp*"):
+    for draft in output.glob(".*.tmp*") if alone else ():
         draft.unlink(missing_ok=True)
 
 
@@ -289,15 +311,14 @@ def _join(path: Path, parts: Sequence[Draft]) -> None:
 def tokenised_once(
     source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
 ) -> TextSource | TokenSource:
-    """The tokens of a text that is small, or has too few documents for ``streams``; otherwise the text itself.
+    """The tokens of a text, or the text itself if it is large and ``streams`` can share its files evenly.
 
     The tokens are written below ``data.cache``, or in the user's cache, where a later start finds them.
     """
     if isinstance(source, TokenSource):
         return source
-    characters = sum(source.sizes(packed=True))
-    if characters > SMALL_CHARACTERS and sum(source.sizes(packed=False)) >= FEW_DOCUMENTS * streams:
-        source.remark = _cost(source, streams)
+    size = sum(map(text_bytes, source.files.values()))
+    if size > SMALL_BYTES and source.can_be_streamed(streams):
         first = list(filter(None, islice(source.read(source.train_shards[0]), FIRST_TEXTS)))
         special = sum(map(tokenizer.has_special, first))
         source.contents |= _special_tokens(tokenizer, special, f" of the first {len(first):,}")
@@ -305,19 +326,12 @@ def tokenised_once(
     cache = Path(source.data.cache or user_cache()) / "tokens"
     key = json.dumps([tokens.FORMAT, source.state(), tokenizer.fingerprint])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
-    made = _cached_tokens(folder)
-    if made is None:
-        say(f"tokenising the text (about {characters / 1e6:.3g} MB) once, into {folder}")
-        try:
-            with created_atomically(folder) as draft:
-                list(_tokenise(source, tokenizer, draft, cores()))
-                if _cached_tokens(folder) is None:
-                    shutil.rmtree(folder, ignore_errors=True)  # damaged or missing
-        except (OSError, BrokenProcessPool) as error:
-            said = file_error(error) if isinstance(error, OSError) else error
-            rule = f"the tokens of the text cannot be written here: {first_line(said)}"
-            raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
-        made = TokenSource(folder, OTHER_CACHE)
+    try:
+        made = _cached_tokens(folder, size) or _made(source, tokenizer, folder, size, say)
+    except (OSError, BrokenProcessPool) as error:
+        said = first_line(file_error(error) if isinstance(error, OSError) else error)
+        rule = f"the tokens of the text cannot be written here: {said}"
+        raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
     made.version, made.versions = source.version, source.versions
     made.contents = source.contents | {
         name: text for name, text in made.contents.items() if name in (ROWS_LEFT_OUT, SPECIAL_TOKENS)
@@ -325,22 +339,40 @@ def tokenised_once(
     return made
 
 
-def _cached_tokens(folder: Path) -> TokenSource | None:
-    """The tokens in a folder of the cache; None if they are missing or damaged."""
+def _made(source: TextSource, tokenizer: Tokenizer, folder: Path, size: int, say: Callable[[str], None]) -> TokenSource:
+    """The tokens of a text, made in a folder of the cache by this process or by another one that is at it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, lambda holder: say(f"waiting for {holder}, which tokenises this text into {folder}")) as held:
+        if (made := _cached_tokens(folder, size)) is not None:
+            return made
+        workers, shards = cores(), len(plan(source))
+        say(f"tokenising the text {_cost(size, tokenizer, workers, folder)} once, into {folder}")
+        work = _tokenise(source, tokenizer, folder, workers, held.alone)
+        for _ in tqdm(work, total=shards, unit=" shards", disable=None):
+            pass
+    return TokenSource(folder, OTHER_CACHE)
+
+
+def _cost(size: int, tokenizer: Tokenizer, workers: int, folder: Path) -> str:
+    """What the tokens of so many bytes of text take, in words. Raises UserError if the disk or an hour is too small."""
+    needed = size // TOKEN_TEXT * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+    free, minutes = shutil.disk_usage(folder).free, size / TEXT_A_SECOND / workers / 60
+    cost = f"(about {amount(size)}B, {amount(needed)}B of tokens, {plural(math.ceil(minutes), 'minute')})"
+    command = "scripts/prepare_data.py, with your keys of data and tokenizer, makes them for data=tokens"
+    if needed > free:
+        rule = f"{amount(free)}B of space do not hold the tokens of the text {cost}"
+        raise UserError(f"data.cache={folder.parent.parent}: {rule}. Set it to a folder with space; or {command}")
+    if minutes > MAX_MINUTES:
+        rule = f"its tokens {cost} would keep this run's machines waiting, because its files cannot be dealt evenly"
+        raise UserError(f"the text is long: {rule}. First, {command}")
+    return cost
+
+
+def _cached_tokens(folder: Path, size: int) -> TokenSource | None:
+    """The tokens in a folder of the cache; None if they are missing or damaged. Those of small text are all read."""
     with suppress(UserError):
-        found = TokenSource(folder, OTHER_CACHE)
-        found.verify()
-        return found
+        made = TokenSource(folder, OTHER_CACHE)
+        if size <= SMALL_BYTES:
+            made.verify()
+        return made
     return None
-
-
-def _cost(source: TextSource, streams: int) -> str:
-    """A remark if several streams share, and so read, the same files; else empty."""
-    sizes = source.sizes(packed=True)
-    shares = [cut(sizes, np.arange(len(sizes)), part, streams, slack=source.slack) for part in range(streams)]
-    times = sum(piece.size for share in shares for piece in share) / sum(sizes)
-    if times < MANY_READS:
-        return ""
-    fix = "scripts/prepare_data.py tokenises it once, and also makes the order exact"
-    rule = f"because {streams} streams share {plural(len(sizes), 'file')}"
-    return f"each epoch reads the text {times:.0f} times, {rule}: {fix}"

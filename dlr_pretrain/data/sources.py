@@ -12,19 +12,26 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
-from dlr_pretrain.data.columns import WHOLE, Part
-from dlr_pretrain.data.extent import estimate_sizes
 from dlr_pretrain.data.files import File, pin_commits
+from dlr_pretrain.data.format import WHOLE, Part
 from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose
-from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, text_blocks, tokenise_in_chunks
+from dlr_pretrain.data.streams import (
+    Block,
+    Place,
+    Share,
+    Tokens,
+    can_be_dealt,
+    dealt,
+    text_blocks,
+    tokenise_in_chunks,
+)
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
@@ -60,8 +67,7 @@ class TextSource:
     ``version`` is the commit on the hub, or the name of the sample, by which a run finds the files later.
     """
 
-    order = "text 3"  # the version of the data order; a run resumes only with its own
-    slack = 0.025  # a cut may move to the end of a file by up to this share of a stream's part
+    order = "text 4"  # the version of the data order; a run resumes only with its own
 
     def __init__(self, data: Data, chosen: Choice, version: str | None = None):
         self.data, self.chosen, self.version = data, chosen, version
@@ -75,7 +81,6 @@ class TextSource:
         self.threshold = 0  # documents with a hash below it are held out
         self.contents = chosen.contents(data)
         self.versions = chosen.versions(data)
-        self.remark = ""  # on the cost of reading this text
         self._reported: set[tuple[str, int]] = set()  # bad rows
         self._counted: set[str] = set()  # files of which the number of bad rows has been reported
         if self.holds_out:
@@ -101,10 +106,10 @@ class TextSource:
         """Yields the texts of a shard from row ``start`` on; None for a row that is left out."""
         return (text for _, text in self.rows(shard, start))
 
-    def rows(self, shard: str, start: int = 0, piece: Piece | None = None) -> Iterator[tuple[int, str | None]]:
-        """As ``read``, with the number of each row; with a ``piece`` of the shard, only its rows."""
+    def rows(self, shard: str, start: int = 0) -> Iterator[tuple[int, str | None]]:
+        """As ``read``, with the number of each row."""
         held_out, name = shard.startswith(HELD_OUT), shard.removeprefix(HELD_OUT)
-        return ((number, self._divided(text)[held_out]) for number, text in self._file_rows(name, start, piece))
+        return ((number, self._divided(text)[held_out]) for number, text in self._file_rows(name, start))
 
     def divided(self, name: str, part: Part) -> Iterator[tuple[str | None, str | None]]:
         """Yields for each row of a part of a file its text, and its text that is held out; both None if left out."""
@@ -119,17 +124,13 @@ class TextSource:
             return text[:cut], text[cut:]
         return (None, text) if _hash(text) < self.threshold else (text, None)
 
-    def _file_rows(
-        self, name: str, start: int = 0, piece: Piece | None = None, part: Part | None = None
-    ) -> Iterator[tuple[int, str | None]]:
+    def _file_rows(self, name: str, start: int = 0, part: Part | None = None) -> Iterator[tuple[int, str | None]]:
         """As ``rows``, but for a file or a part of it: with its held-out documents and all others.
 
         Raises UserError if no row of the file remains. Without a ``part``, the rows left out are counted in the log.
         """
         read, bad, rule = 0, 0, ""
         for row in read_rows(self.files[name], self.data, start, part or WHOLE):
-            if piece is not None and not piece.has(row.number):
-                continue
             text, read = None, read + 1
             try:
                 text = row.text()
@@ -139,7 +140,7 @@ class TextSource:
                 bad, rule = bad + 1, str(error).rpartition(". ")[0]
                 self._report(name, row.number, rule)
             yield row.number, text
-        if bad == read > 0 and part in (None, WHOLE) and ((start == 0 and piece is None) or read >= FIRST_DOCUMENTS):
+        if bad == read > 0 and part in (None, WHOLE) and (start == 0 or read >= FIRST_DOCUMENTS):
             raise nothing_remains(self.files[name], read, rule)
         if bad and part is None and name not in self._counted:
             self._counted.add(name)
@@ -152,20 +153,20 @@ class TextSource:
             last = ". This process names no more" if len(self._reported) == MAX_REPORTED_ROWS else ""
             log.warning("left out (data.bad_rows=skip): %s%s", rule, last)
 
-    def sizes(self, packed: bool) -> list[int]:
-        """Estimates, in characters if ``packed``, else in documents."""
-        return self._sizes[0 if packed else 1]
+    def can_be_streamed(self, streams: int) -> bool:
+        """Whether so many streams can share the files evenly without opening them."""
+        return can_be_dealt(self._sizes(), streams)
 
-    @cached_property
-    def _sizes(self) -> tuple[list[int], list[int]]:
-        return estimate_sizes(self.chosen.train, self.data)
+    def _sizes(self) -> list[int]:
+        """Of the training files in bytes; 0 if the server does not report it."""
+        return [file.size or 0 for file in self.chosen.train]
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
-        """Yields the blocks of a share in order, from the block at ``start`` on, each with its piece and first row."""
+        """Yields the blocks of a share in order, from the block at ``start`` on, each with its file and first row."""
         first, row = start
-        for number, piece in enumerate(share.pieces[first:], first):
-            found = self.rows(self.train_shards[piece.shard], row, piece)
-            for begins, block in text_blocks(found, tokenizer):
+        files = dealt(self._sizes(), share)
+        for number, file in enumerate(files[first:], first):
+            for begins, block in text_blocks(self.rows(self.train_shards[file], row), tokenizer):
                 yield (number, begins), block
             row = 0
 

@@ -20,9 +20,20 @@ from pathlib import Path
 from dlr_pretrain.config.run_folder import JOB, JOB_SHAPE, MANIFEST
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import tokens
-from dlr_pretrain.data.columns import count_rows
 from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions
-from dlr_pretrain.data.formats import BOM, COMPRESSIONS, DAMAGED, FORMATS, decompressed, kind_of, sniff, unreadable
+from dlr_pretrain.data.format import BOM, Format
+from dlr_pretrain.data.formats import (
+    COMPRESSIONS,
+    DAMAGED,
+    FORMATS,
+    SUFFIXES,
+    TEXT,
+    decompressed,
+    format_of,
+    is_compressed,
+    sniff,
+    unreadable,
+)
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import MARK, Shape, fits
 from dlr_pretrain.util.text import amount, plural, shortened
@@ -51,7 +62,6 @@ WRITTEN: tuple[tuple[str, Shape], ...] = (
     (MANIFEST, {"identity": dict, "starts": list}), (JOB, JOB_SHAPE), (tokens.MANIFEST, tokens.MANIFEST_SHAPE),
     ("fold.json", {"step": int}), ("sft.json", {"setting": dict}),
 )  # fmt: skip
-FORMAT_NAMES = {"lines": "JSON lines", "text": "text", "parquet": "parquet", "arrow": "arrow"}
 
 
 @dataclass
@@ -71,13 +81,13 @@ class Choice:
 
         held_out = f"{100 * data.held_out:g} % of these documents, at least one, by a hash of each"
         validation = listed(self.validation) if self.validation else held_out
-        found = {"training": listed(self.train), "validation": validation}
+        contents = {"training": listed(self.train), "validation": validation}
         names: dict[str, list[str]] = defaultdict(list)
         for name, why in self.left_out.items():
             names[why].append(name)
         if names:
-            found["left out"] = "; ".join(f"{', '.join(shortened(some))} ({why})" for why, some in names.items())
-        return found
+            contents["left out"] = "; ".join(f"{', '.join(shortened(some))} ({why})" for why, some in names.items())
+        return contents
 
     def versions(self, data: Data) -> dict[str, str]:
         """The versions that servers report, by address: a run resumes with these."""
@@ -117,17 +127,17 @@ def _matched(root: str, data: Data, split: str, left_out: dict[str, str]) -> lis
     pattern = data.train_files if split == "train" else data.validation_files
     if pattern is None:
         return []
-    found = find_files(root, pattern)
+    files = find_files(root, pattern)
     if "**" in pattern:  # else the user has named the folder
-        found = _of_others(found, root, data, left_out)
-    libraries = {file.name: why for file in found if (why := _library_reason(file))}
-    if len(libraries) < len(found):  # else the user means these files
+        files = _of_others(files, root, data, left_out)
+    libraries = {file.name: why for file in files if (why := _library_reason(file))}
+    if len(libraries) < len(files):  # else the user means these files
         left_out |= libraries
-        found = [file for file in found if file.name not in libraries]
-    if not found:
+        files = [file for file in files if file.name not in libraries]
+    if not files:
         where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
         raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
-    return found
+    return files
 
 
 def _chosen_by_name(
@@ -137,26 +147,27 @@ def _chosen_by_name(
 
     All have the format of most training text. If no validation file has this format, another is taken.
     """
-    found = {file: _skip_reason(file) for file in _of_others(files_below(root), root, data, left_out)}
+    skipped = {file: _skip_reason(file) for file in _of_others(files_below(root), root, data, left_out)}
     taken = {file.identity for file in given}
-    texts = _unique(root, [file for file, why in found.items() if not why and file.identity not in taken], left_out)
+    texts = _unique(root, [file for file, why in skipped.items() if not why and file.identity not in taken], left_out)
     names = {file.name for file in texts}
-    twins = {name for name in names if name.endswith(COMPRESSIONS) and os.path.splitext(name)[0] in names}
+    twins = {name for name in names if is_compressed(name) and os.path.splitext(name)[0] in names}
     left_out |= dict.fromkeys(twins, "also present without compression")
     texts = [file for file in texts if file.name not in twins]
     refuse_snapshots(texts)
     taken |= {file.identity for file in texts}  # including blobs, to which names in huggingface_hub's cache link
-    left_out |= {file.name: why for file, why in found.items() if why and file.identity not in taken}
+    left_out |= {file.name: why for file, why in skipped.items() if why and file.identity not in taken}
     named = {split: [file for file in texts if split_of(file.name) == split] for split in SPLITS}
     for split in SPLITS[: 2 if given or not named["train"] else 1]:
         left_out |= {file.name: f"named as a {split} split" for file in named.pop(split)}
     if not named["train"]:
         raise _no_training_file(root, bool(texts or given), left_out)
-    main = _main_kind(named["train"])
+    main = _main_format(named["train"])
     for split, files in named.items():
-        kind = main if any(kind_of(file.name) == main for file in files) else _main_kind(files)
-        others = {file.name: FORMAT_NAMES[own] for file in files if (own := kind_of(file.name)) != kind}
-        left_out |= {name: f"{other} beside the folder's {FORMAT_NAMES[kind]}" for name, other in others.items()}
+        formats = {file.name: format_of(file.name) for file in files}
+        chosen = main if main in formats.values() else _main_format(files)
+        others = {name: format.name for name, format in formats.items() if format not in (None, chosen)}
+        left_out |= {name: f"{other} beside the folder's {chosen.name}" for name, other in others.items()}
         named[split] = [file for file in files if file.name not in others]
     return named["train"], given or named["validation"]
 
@@ -173,13 +184,15 @@ def _of_others(files: list[File], root: str, data: Data, left_out: dict[str, str
             return True
         return folder != top and folder != os.path.dirname(folder) and is_written(os.path.dirname(folder))
 
-    own = {file.name for file in files if file.is_local and is_written(os.path.dirname(os.path.realpath(file.address)))}
-    left_out |= dict.fromkeys(own, "written by this program")
-    return [file for file in files if file.name not in own]
+    ours = {
+        file.name for file in files if file.is_local and is_written(os.path.dirname(os.path.realpath(file.address)))
+    }
+    left_out |= dict.fromkeys(ours, "written by this program")
+    return [file for file in files if file.name not in ours]
 
 
 def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> UserError:
-    suffixes = f"{', '.join(FORMATS)}, or these with {', '.join(COMPRESSIONS)}"
+    suffixes = f"{', '.join(SUFFIXES)}, or these with {', '.join(COMPRESSIONS)}"
     rule = "holds no training file" if has_text else f"holds no file that ends with {suffixes}"
     listed = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
     fix = "Set data.root to the folder of the text, or data.train_files to a glob"
@@ -188,12 +201,12 @@ def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> Us
 
 def _skip_reason(file: File) -> str:
     """Why a file is not text to read, judged by its name; "" if it may be."""
-    name, kind = os.path.basename(file.name).lower(), kind_of(file.name)
+    name, format = os.path.basename(file.name).lower(), format_of(file.name)
     if why := _library_reason(file):
         return why
-    if SIDE_FILE.fullmatch(name.partition(".")[0]) and (kind in ("", "text") or name.endswith(".json")):
+    if SIDE_FILE.fullmatch(name.partition(".")[0]) and (format in (None, TEXT) or name.endswith(".json")):
         return "a side file"
-    if kind:
+    if format:
         return "a broken link" if file.is_local and file.size is None else ""
     suffix = re.search(r"\.[^.]+(?:\.(?:gz|zst|bz2|xz))?$", name)
     why = f"{suffix[0]} is not read" if suffix else "a name without a suffix"
@@ -217,10 +230,10 @@ def split_of(name: str) -> str:
     return min((word.lastgroup or "" for word in alone or words), key=SPLITS.index, default="train")
 
 
-def _main_kind(files: list[File]) -> str:
-    """The format with the most bytes; without reported sizes, the most files; in a tie, the first of FORMAT_NAMES."""
-    sizes = {kind: [file.size or 0 for file in files if kind_of(file.name) == kind] for kind in FORMAT_NAMES}
-    return max(FORMAT_NAMES, key=lambda kind: (sum(sizes[kind]), len(sizes[kind])))
+def _main_format(files: list[File]) -> Format:
+    """The format with the most bytes; without reported sizes, the most files; in a tie, the first of FORMATS."""
+    sizes = {format.name: [file.size or 0 for file in files if format_of(file.name) is format] for format in FORMATS}
+    return max(FORMATS, key=lambda format: (sum(sizes[format.name]), len(sizes[format.name])))
 
 
 def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
@@ -253,14 +266,16 @@ def _empty_reason(file: File, data: Data) -> str:
     if file.size == 0:
         return "empty"
     with open_file(file, data.cache) as stream:
-        kind, compression = sniff(file, stream, data)
-        if kind == "parquet":
+        format, compression = sniff(file, stream, data)
+        if format is None:
+            return "empty"
+        if format.count_rows is not None:
             try:
-                return "" if count_rows(kind, stream) else "no rows"
+                return "" if format.count_rows(stream) else "no rows"
             except DAMAGED as error:
                 raise unreadable(file, error) from error
-        if kind in ("lines", "text", "paragraphs"):
+        if not format.magic:
             with suppress(*DAMAGED):  # the reader reports where
                 text = decompressed(stream, compression).read(BLANK_BYTES + 1)
                 return "" if len(text) > BLANK_BYTES or text.removeprefix(BOM).strip() else "no text"
-    return "empty" if kind == "empty" else ""
+    return ""

@@ -27,12 +27,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from dlr_pretrain.data import streams
-from dlr_pretrain.data.streams import Block, Piece, Place, Share, Tokens, permutation, token_dtype
+from dlr_pretrain.data.streams import Block, Place, Share, Tokens, permutation, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
@@ -99,8 +99,7 @@ class TokenSource:
 
     version: str | None = None
     versions: Mapping[str, str] = MappingProxyType({})  # see ``Choice.versions``
-    remark = ""
-    order, slack = "tokens 2", 0.0  # see ``TextSource``; no cut is moved
+    order = "tokens 2"  # see ``TextSource``
 
     def __init__(self, root: Path, fix: str = f"{PREPARE} again, which keeps the intact shards"):
         self.root, self.fix = root, fix  # the fix for a damaged shard
@@ -165,7 +164,8 @@ class TokenSource:
         A block is a run of documents of the share. A share of tokens may begin or end within a document.
         """
         self._require(tokenizer)
-        spans = [self._documents_of(piece, share.packed) for piece in share.pieces]
+        pieces = cut(self.sizes(share.packed), share)
+        spans = [self._documents_of(piece, share.packed) for piece in pieces]
         before = np.cumsum([0, *(last - first for first, last, _, _ in spans)])
         order = permutation(-(-int(before[-1]) // streams.BLOCK_DOCUMENTS), *share.key).tolist()
         for number in range(start[1], len(order)):
@@ -173,19 +173,19 @@ class TokenSource:
             high = min(low + streams.BLOCK_DOCUMENTS, int(before[-1]))
             parts: list[np.ndarray] = []
             for i in range(int(np.searchsorted(before, low, "right")) - 1, int(np.searchsorted(before, high, "left"))):
-                first, last, *cut = spans[i]
+                first, last, *ends = spans[i]
                 begin = first - int(before[i])
-                parts += self._bounds(max(first, begin + low), min(last, begin + high), *cut)
+                parts += self._bounds(max(first, begin + low), min(last, begin + high), *ends)
             where = np.concatenate(parts)
             yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
 
     def _documents_of(self, piece: Piece, packed: bool) -> tuple[int, int, int, int]:
         """A piece's first document, the document after its last, and the tokens at which they are cut."""
         if not packed:
-            first = int(self._first[piece.shard])
+            first = int(self._first[piece.file])
             return first + piece.begin, first + piece.end, 0, int(self._tokens[-1])
-        before = int(self._begin[piece.shard])
-        first, last = self._first[piece.shard : piece.shard + 2].tolist()
+        before = int(self._begin[piece.file])
+        first, last = self._first[piece.file : piece.file + 2].tolist()
         if piece.begin > 0:
             first = self._end_at(before + piece.begin, "right") - 1
         if piece.end < piece.size:
@@ -272,6 +272,42 @@ class TokenSource:
     def describe(self) -> str:
         tokens, documents = (sum(self.sizes(packed)) for packed in (True, False))
         return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
+
+
+class Piece(NamedTuple):
+    """A part of a file's text, in tokens or documents."""
+
+    file: int  # its number
+    begin: int
+    end: int
+    size: int  # of the whole file
+
+
+def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
+    """The pieces of a share, if files of these sizes are laid end to end in a seeded order and cut into equal shares.
+
+    The cuts move in each epoch: the first share begins at a seeded fraction of the whole, and the last one ends there.
+    """
+    seed, epoch, shares = share.seed, share.epoch, share.streams
+    order = np.tile(permutation(len(sizes), seed, epoch), 2)
+    edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))
+    total = int(edges[-1]) // 2
+    shift = int(fraction(seed, epoch) * total) if shares > 1 else 0
+    number = (share.stream + epoch) % shares
+    begin, end = (shift + total * edge // shares for edge in (number, number + 1))
+    pieces = []
+    for position in range(int(np.searchsorted(edges, begin, "right")) - 1, len(order)):
+        start, stop = int(edges[position]), int(edges[position + 1])
+        if start >= end:
+            break
+        if max(start, begin) < min(stop, end):
+            pieces.append(Piece(int(order[position]), max(begin - start, 0), min(end, stop) - start, stop - start))
+    return pieces
+
+
+def fraction(*key: int) -> float:
+    """A seeded number in [0, 1)."""
+    return int(np.random.PCG64(np.random.SeedSequence((*key, 1))).random_raw()) / (1 << 64)
 
 
 def read_manifest(root: Path) -> dict:

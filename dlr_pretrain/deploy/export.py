@@ -121,11 +121,11 @@ def written_whole(folder: Path) -> Iterator[Path]:
     An earlier folder is renamed. Raises UserError if another process is writing the folder.
     """
     draft = draft_folder(folder)
-    with locked(draft) as lock:
-        for left in set(draft.iterdir()) - {lock}:
+    with locked(draft) as held:
+        for left in set(draft.iterdir()) - {held.lock}:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield draft
-        lock.unlink()
+        held.lock.unlink()
         for path in (*draft.rglob("*"), draft):
             sync(path)
         if folder.exists():

@@ -128,8 +128,6 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{restarts}",
         "precision": ", ".join(how),
     }
-    if corpus.source.remark:
-        table["note"] = corpus.source.remark
     if corpus.unknown > WARNED_UNKNOWN:
         table["warning"] = f"{corpus.unknown:.1%} of the tokens are the tokenizer's unknown token"
     elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):

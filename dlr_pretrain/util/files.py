@@ -17,12 +17,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from dlr_pretrain.util.errors import FIXES, UserError, naming
 
 MARK = ".dlr_pretrain"  # in a folder of results: the command that wrote them
 SHARED_MEMORY = Path("/dev/shm")
+LOCK_SECONDS = 1.0  # between looks at a lock that another process holds
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
 Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]  # see ``misfit``
 NUMBER = int | float
@@ -175,15 +176,23 @@ def claim(folder: Path, command: str) -> None:
         write_durably(path, command)
 
 
+class Held(NamedTuple):
+    """A folder that this process holds."""
+
+    lock: Path  # a hidden file in the folder
+    alone: bool  # the file system has locks, so no other process holds the folder
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[Path]:
+def locked(folder: Path, wait: Callable[[str], None] | None = None) -> Iterator[Held]:
     """Hold ``folder`` for this process within the context. The kernel releases the lock if the process is killed.
 
-    Yields the path of the lock, a hidden file in the folder. Raises UserError, which names the holder, if another
-    process holds it, or if the file system refuses what keeps saved work. If it has no locks, every process may enter.
+    If another process holds it, ``wait`` is called with that process's name and this one waits; without ``wait`` this
+    raises UserError. It also does if the file system refuses what keeps saved work. If it has no locks, every process
+    may enter.
     """
     require_durable(folder)
-    path = folder / ".lock"
+    path, waits = folder / ".lock", False
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("a+", encoding="utf-8") as file:
@@ -193,10 +202,17 @@ def locked(folder: Path) -> Iterator[Path]:
                     return os.path.samestat(os.fstat(file.fileno()), path.stat())
                 return False
 
-            if lock(file.fileno()) is False:
+            if (alone := lock(file.fileno())) is False:
                 file.seek(0)
-                fix = "Wait for it, stop it, or name another folder"
-                raise UserError(f"{folder} is being written by {file.read() or 'another process'}. {fix}")
+                holder = file.read() or "another process"
+                if wait is None:
+                    fix = "Wait for it, stop it, or name another folder"
+                    raise UserError(f"{folder} is being written by {holder}. {fix}")
+                if not waits:
+                    wait(holder)
+                waits = True
+                time.sleep(LOCK_SECONDS)
+                continue
             if not is_current():  # the former holder has deleted it since it was opened
                 continue
             with naming(path):
@@ -204,7 +220,7 @@ def locked(folder: Path) -> Iterator[Path]:
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
             try:
-                yield path
+                yield Held(path, bool(alone))
             finally:
                 if is_current():
                     path.unlink()

@@ -106,13 +106,11 @@ class MemorySource(TextSource):
         self._shards = {f"shard-{i}": texts for i, texts in enumerate(shards)}
         self.train_shards = tuple(self._shards)
 
-    def _file_rows(self, name, start=0, piece=None, part=None):
-        for number, text in enumerate(self._shards[name][start:], start):
-            if piece is None or piece.has(number):
-                yield number, text
+    def _file_rows(self, name, start=0, part=None):
+        yield from enumerate(self._shards[name][start:], start)
 
-    def sizes(self, packed):
-        return [max(1, sum(map(len, texts)) if packed else len(texts)) for texts in self._shards.values()]
+    def _sizes(self):
+        return [max(1, sum(map(len, texts))) for texts in self._shards.values()]
 
     def describe(self):
         return "memory"

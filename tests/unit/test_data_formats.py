@@ -9,8 +9,9 @@ import pytest
 from data_corpus import make_config, write_table
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import formats, open_source
+from dlr_pretrain.data import open_source
 from dlr_pretrain.data.files import File
+from dlr_pretrain.data.format import BOM
 from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
 from dlr_pretrain.util.errors import UserError
 
@@ -148,7 +149,7 @@ def test_a_replacement_character_in_utf8_is_text(tmp_path, suffix, caplog):
 @pytest.mark.parametrize(("suffix", "by_paragraph"), [(".jsonl", False), (".txt", False), (".txt", True)])
 def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, suffix, by_paragraph):
     file = written(tmp_path, suffix, [b"\xc3\xa9"])
-    Path(file.address).write_bytes(formats.BOM + Path(file.address).read_bytes())
+    Path(file.address).write_bytes(BOM + Path(file.address).read_bytes())
     assert read(file, by_paragraph=by_paragraph) == ["é"]
 
 

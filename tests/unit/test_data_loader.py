@@ -39,7 +39,7 @@ def config(global_batch=8, seq_len=16, packing="packed", **keys):
 def test_an_empty_batch_has_the_form_of_a_real_one(mask):
     """Otherwise a failed rank would compile its model for another form while all ranks wait."""
     cfg = config(data__mask_documents=mask)
-    with closing(TrainLoader(cfg, MemorySource(corpus(1, 40)), TOKENIZER, 0, 1, None)) as loader:
+    with closing(TrainLoader(cfg, MemorySource(corpus(8, 9)), TOKENIZER, 0, 1, None)) as loader:
         real = next(loader)
     forms = []
     for batch in (real, Batch.empty(cfg, len(real.tokens))):
@@ -53,18 +53,18 @@ def test_an_empty_batch_has_the_form_of_a_real_one(mask):
 @pytest.mark.parametrize(
     ("shards", "global_batch", "streams", "ranks"),
     [
-        (1, 8, None, (2, 4, 8)),
-        (3, 8, None, (2, 8)),
-        (7, 64, None, (4, 64)),
+        (8, 8, None, (2, 4, 8)),
+        (19, 8, None, (2, 8)),
+        (64, 64, None, (4, 64)),
         (70, 64, None, (32,)),
-        (5, 24, 12, (2, 3, 6, 12)),
-        (1, 128, 128, (128,)),
+        (15, 24, 12, (2, 3, 6, 12)),
+        (128, 128, 128, (128,)),
         (1, 6, 1, ()),
     ],
 )
 def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, global_batch, streams, ranks):
     """The number of streams is gcd(global_batch, 64) by default, or any divisor of the batch."""
-    cfg, source = config(global_batch, packing=packing, data__streams=streams), MemorySource(corpus(shards, 160))
+    cfg, source = config(global_batch, packing=packing, data__streams=streams), MemorySource(corpus(shards, 20))
     alone = global_batches(cfg, source, TOKENIZER, 1, 6)
     assert len(alone[0][3]) == (streams or math.gcd(global_batch, 64))
     for world_size in ranks:
@@ -76,7 +76,7 @@ def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeyp
     """Also with empty or odd documents, small blocks, and chunks of another size after the resume."""
     monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 8)
     monkeypatch.setattr(streams, "CHUNK_DOCUMENTS", 3)
-    cfg, source = config(packing=packing), MemorySource([*corpus(2, 30), ["", *NASTY, "some text"] * 2])
+    cfg, source = config(packing=packing), MemorySource([*corpus(7, 8), ["", *NASTY, "some text"]])
     steps = 24  # more than an epoch of each stream
     undisturbed = global_batches(cfg, source, TOKENIZER, 1, steps)
     assert min(position[0] for position in undisturbed[-1][3].values()) >= 1
@@ -96,7 +96,7 @@ def flat(source, stream, num_streams, documents, packed=True):
 
 
 def test_packed_windows_join_documents_without_a_gap():
-    cfg, source = config(global_batch=8, seq_len=16), MemorySource(corpus(2, 40))
+    cfg, source = config(global_batch=8, seq_len=16), MemorySource(corpus(8, 10))
     batches = global_batches(cfg, source, TOKENIZER, 2, steps=12)
     for v in range(8):
         tokens = np.concatenate(flat(source, v, 8, documents=60))

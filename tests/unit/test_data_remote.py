@@ -193,11 +193,6 @@ def test_a_server_without_versions_is_named(monkeypatch, caplog):
     assert "http://host/a.jsonl: its server reports neither size nor version" in caplog.text
 
 
-def test_an_index_of_a_remote_file_belongs_to_its_version():
-    one, two = (files.File("a.gz", "http://host/a.gz", 5, changed) for changed in ("ETag 1", "ETag 2"))
-    assert files.index_path(one, "cache") != files.index_path(two, "cache")
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_does_not_resume_on_another_version(tmp_path, train, corpus):
     path = tmp_path / "web" / "a.jsonl"

@@ -1,12 +1,10 @@
 """Text in files: every format, held-out documents, and everything that can be wrong with a file."""
 
+import csv
 import gzip
 import io
-import itertools
 import json
-import random
 import shutil
-import zlib
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from data_corpus import (
     write_table,
 )
 
-from dlr_pretrain.data import gunzip, open_source, rows, validation_set
+from dlr_pretrain.data import format, open_source, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import claim
@@ -45,6 +43,16 @@ def paragraphs(texts) -> bytes:
     return ("\n\n \n".join(texts) + "\n").encode()
 
 
+def separated(delimiter, pack=bytes):
+    def write(path, texts):
+        table = io.StringIO(newline="")
+        rows = csv.writer(table, delimiter=delimiter)
+        rows.writerows([["id", "text"], *([i, text] for i, text in enumerate(texts))])
+        path.write_bytes(pack(table.getvalue().encode()))
+
+    return write
+
+
 SKIPPED = b"\x50*M\x18\x04\0\0\0skip"  # a frame that zstd skips
 
 FORMATS = {
@@ -57,6 +65,9 @@ FORMATS = {
     ".parquet": tabular,
     ".arrow": tabular,
     ".file.arrow": tabular,
+    ".csv": separated(","),
+    ".csv.gz": separated(",", gzip.compress),
+    ".tsv": separated("\t"),
     ".packed.jsonl": plain(lines_of, ".gz"),  # names may be wrong about compression
     ".other.jsonl.gz": plain(lines_of, ".bz2"),
     ".unpacked.jsonl.gz": plain(lines_of),
@@ -88,51 +99,22 @@ def test_every_format_gives_the_batches_of_its_texts(tmp_path, monkeypatch, suff
         head = global_batches(cfg, source, TOKENIZER, 2, 5)
         assert same(head + global_batches(cfg, open_source(cfg), TOKENIZER, 1, 7, head[-1][3]), reference)
     for read_bytes in (7, 1 << 20):  # from any row on
-        monkeypatch.setattr(rows, "READ_BYTES", read_bytes)
+        monkeypatch.setattr(format, "READ_BYTES", read_bytes)
         for start in (0, 1, 36, 37, 179, 180, 181):
             assert list(source.read(f"train-1{suffix}", start)) == TEXTS[120 + start :]
 
 
-class Counted(io.BytesIO):
-    """Counts the bytes that are read."""
-
-    taken = 0
-
-    def read(self, size=-1):
-        found = super().read(size)
-        self.taken += len(found)
-        return found
-
-
-@pytest.mark.parametrize("level", [1, 9])
-def test_a_gzip_file_is_read_from_the_nearest_access_point(tmp_path, monkeypatch, level):
-    monkeypatch.setattr(gunzip, "SPACING", 50_000)
-    monkeypatch.setattr(gunzip, "CHUNK_BYTES", 1 << 14)
-    rng = random.Random(level)
-    lines = [b"%d " % i + b"%x" % rng.getrandbits(rng.randrange(1, 900)) for i in range(8_000)]
-    halves = [b"\n".join(lines[:5_000]) + b"\n", b"\n".join(lines[5_000:])]
-    content = b""
-    for half in halves:
-        packed = zlib.compressobj(level, wbits=gunzip.GZIP_FILE, memLevel=4)  # small blocks
-        content += packed.compress(half) + packed.flush()
-    kept = tmp_path / "places" / "of it"
-    for damaged in (b"", b"damaged", None):
-        if damaged is not None:
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_bytes(damaged)
-        for stop in sorted(rng.sample(range(len(lines)), 6)):  # each reader stops somewhere, and the next one continues
-            start = rng.randrange(stop + 1)
-            found = gunzip.lines(io.BytesIO(content), kept, start)
-            assert list(itertools.islice(found, stop - start)) == lines[start:stop]
-        assert list(gunzip.lines(io.BytesIO(content), kept, 0)) == lines
-    assert len(gunzip._load_points(kept)) >= 10
-    for start in (*rng.sample(range(2000, len(lines)), 9), len(lines) - 1):
-        stream = Counted(content)
-        assert next(gunzip.lines(stream, kept, start)) == lines[start] and stream.taken < len(content) / 4
-    assert list(gunzip.lines(io.BytesIO(content), kept, len(lines))) == []
-    assert list(gunzip.lines(io.BytesIO(content + bytes(512)), kept, len(lines) - 5)) == lines[-5:]  # as gzip allows
-    with pytest.raises(EOFError):
-        list(gunzip.lines(io.BytesIO(content[:-9]), kept, len(lines) - 5))
+def test_a_field_of_csv_may_hold_quotes_and_lines(tmp_path):
+    texts = [*filter(str.strip, NASTY), 'a "quoted" word, and another', "two\nlines\r\nand a third", "tab\there"]
+    texts = [text.encode("utf-8", "replace").decode().replace("\0", "") for text in texts]
+    for delimiter, name in ((",", "a.csv"), ("\t", "a.tsv")):
+        separated(delimiter)(tmp_path / name, texts)
+        source = local(tmp_path, data__train_files=name)
+        for start in range(len(texts)):
+            together = zip(source.read(name, start), source.read(HELD_OUT + name, start), strict=True)
+            assert [train if held is None else held for train, held in together] == texts[start:]
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext\r\nfirst\r\n\r\n" + b"x" * 200_000 + b"\r\n")
+    assert sorted(chain(*split(local(tmp_path, data__train_files="a.csv")))) == ["first", "x" * 200_000]
 
 
 def test_a_nested_field_is_read(tmp_path):
@@ -177,13 +159,14 @@ def test_files_read_and_left_out_are_listed(tmp_path):
     (tmp_path / "eval").mkdir()
     for name in ("web.jsonl", "wiki.jsonl", "eval/a.jsonl"):
         (tmp_path / name).write_bytes(lines_of(TEXTS[:3]))
-    for name in ("LICENSE.txt", "README.md", "valid.csv"):
+    for name in ("LICENSE.txt", "README.md", "valid.docx"):
         (tmp_path / name).write_text("text")
     found = local(tmp_path).contents
     assert found["training"].endswith("B): web.jsonl, wiki.jsonl") and found["training"].startswith("2 files (")
     assert found["validation"].endswith("B): eval/a.jsonl")
     assert found["left out"] == (
-        "LICENSE.txt, README.md (a side file); valid.csv (.csv is not read, and its name is that of a validation split)"
+        "LICENSE.txt, README.md (a side file); "
+        "valid.docx (.docx is not read, and its name is that of a validation split)"
     )
     (tmp_path / "eval" / "a.jsonl").unlink()
     assert local(tmp_path).contents["validation"] == "1 % of these documents, at least one, by a hash of each"
@@ -276,7 +259,13 @@ BAD = {
     "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is not UTF-8 text")],
     "a.parquet": [(b"something", "is not in parquet format")],
     "a.arrow": [(b"text", "is not in arrow format")],
-    "a.csv": [(b"id,text\n1,a\n", r"its name ends with none of \.json")],
+    "a.docx": [(b"words and more", r"its name ends with none of \.json")],
+    "a.csv": [
+        (b"id,body\n1,a\n", r"has no text 'text': its columns are \['id', 'body'\]. Set data\.text_key"),
+        (b'id,text\n1,"a\n2,b\n', r"damaged or cut off after document 0 \(line 3: unexpected end of data\)"),
+        (b'id,text\n1,a"b\n2,"a"b\n', r"damaged or cut off after document 1 \(line 3: ',' expected after"),
+        (b"id,text\n1,a\n2,b,c\n", r"document 1 has no text 'text': it has not as many fields as the header"),
+    ],
 }  # fmt: skip
 
 

@@ -105,9 +105,10 @@ FOLDERS = {  # files; training, validation and left-out files
                        "tokenizer.json", "special_tokens_map.json", "state.json"), SIDE)),
     "text with a side file's name": ({"authors.jsonl": LINES, "metadata.jsonl": LINES}, "authors.jsonl metadata.jsonl",
                                      "", {}),
-    "tables": ({"a.jsonl": LINES, "valid.csv": TEXT, "b.csv.gz": TEXT, "c": TEXT}, "a.jsonl", "",
-               {"valid.csv": ".csv is not read, and its name is that of a validation split", 
-                "b.csv.gz": ".csv.gz is not read",                "c": "a name without a suffix"}),
+    "tables": ({"a.jsonl": LINES, "valid.xlsx": TEXT, "b.csv": TEXT, "b.xml.gz": TEXT, "c": TEXT}, "a.jsonl", "",
+               {"valid.xlsx": ".xlsx is not read, and its name is that of a validation split",
+                "b.csv": "CSV beside the folder's JSON lines", "b.xml.gz": ".xml.gz is not read",
+                "c": "a name without a suffix"}),
     "the kind of most bytes": ({"a.jsonl": LINES, "b.jsonl": LINES, "c.txt": TEXT * 99}, "c.txt", "",
                                dict.fromkeys(("a.jsonl", "b.jsonl"), "JSON lines beside the folder's text")),
     "two kinds of the same size": ({"a.txt": LINES, "b.jsonl": LINES}, "b.jsonl", "",
@@ -155,12 +156,12 @@ def test_each_file_of_a_folder_is_read_or_has_a_reason(tmp_path, case):
 
 NOTHING = {  # files, and the message
     "no text": (
-        {"a.csv": TEXT},
-        r"holds no file that ends with \.json, .*Left out: a\.csv \(\.csv is not read\)\. Set",
+        {"a.xlsx": TEXT},
+        r"holds no file that ends with \.json, .*Left out: a\.xlsx \(\.xlsx is not read\)\. Set",
     ),
     "nothing at all": (
         {},
-        r"data\.root=.*: holds no file that ends with \.json.*\.arrow, or these with \.gz.*\.xz\. Set",
+        r"data\.root=.*: holds no file that ends with \.json.*\.tsv, or these with \.gz.*\.xz\. Set",
     ),
     "only a test": (["test.jsonl"], r"holds no training file\. Left out: test\.jsonl \(named as a test split\)"),
     "only validation": (
@@ -343,12 +344,12 @@ def test_text_of_both_globs_is_refused_at_any_commit(hub):
 
 def test_a_folder_on_the_hub_is_chosen_from_like_one_here(hub):
     hub.files |= {"README.md": TEXT, "LICENSE.txt": TEXT, "x/.git/a.jsonl": LINES, ".gitattributes": TEXT}
-    hub.files |= {"eval/a.jsonl": LINES, "testing.jsonl": LINES, "b.jsonl": b"", "c.csv": TEXT}
+    hub.files |= {"eval/a.jsonl": LINES, "testing.jsonl": LINES, "b.jsonl": b"", "c.xlsx": TEXT}
     left = {
         "README.md": SIDE,
         "LICENSE.txt": SIDE,
         "testing.jsonl": TESTED,
         "b.jsonl": "empty",
-        "c.csv": ".csv is not read",
+        "c.xlsx": ".xlsx is not read",
     }
     assert of(opened(HUB)) == (PARTS, ["eval/a.jsonl"], left)

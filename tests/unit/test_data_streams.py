@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlr_pretrain.data import streams as streaming
-from dlr_pretrain.data.streams import DocumentStream, Position, cut, permutation
+from dlr_pretrain.data.streams import DocumentStream, Position, Share, can_be_dealt, dealt, permutation
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
@@ -57,13 +57,13 @@ def passes(source, texts, global_batch, streams, ranks, packing, least):
 
 
 @st.composite
-def layouts(draw, fewest=1, shortest=0):
+def layouts(draw):
     """Files of any number and sizes, streams, ranks and a packing."""
     streams = draw(st.sampled_from([1, 2, 3, 8, 12]))
     ranks = draw(st.sampled_from([ranks for ranks in (1, 2, 6, 12) if streams % ranks == 0]))
     sizes = draw(st.lists(st.one_of(st.integers(1, 6), st.integers(1, 120)), min_size=1, max_size=9))
-    sizes[0] += max(0, fewest * streams - sum(sizes))
-    lengths = draw(st.lists(st.integers(shortest, 40), min_size=1, max_size=50))
+    sizes[0] += max(0, streams - sum(sizes))
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=50))
     names = iter(range(0x4E00, 0x4E00 + sum(sizes)))
     texts = [[chr(next(names)) + "x" * lengths[i % len(lengths)] for i in range(size)] for size in sizes]
     return texts, streams * draw(st.sampled_from([1, 2])), streams, ranks, draw(st.sampled_from(["packed", "pad"]))
@@ -73,20 +73,6 @@ def check_tokens(folder, layout):
     texts, *how = layout
     epochs, begun, cut_off, _ = passes(tokens_of(folder, texts), texts, *how, least=2.4)
     assert epochs - 1 <= min(begun) + cut_off and max(begun) <= min(begun) + cut_off + 1 and max(begun) <= epochs + 1
-
-
-def check_text(layout):
-    """A document is read in every epoch that all streams have finished, and in none that no stream has begun."""
-    texts, *how = layout
-    _, begun, _, (slowest, fastest) = passes(MemorySource(texts), texts, *how, least=2)
-    assert slowest <= min(begun) and max(begun) <= fastest + 1
-
-
-def check_even_text(layout):
-    """Streams stay within one epoch of each other if lengths differ by at most a factor of two."""
-    texts, *how = layout
-    epochs, begun, *_ = passes(MemorySource(texts), texts, *how, least=2)
-    assert int(epochs) - 1 <= min(begun) and max(begun) <= int(epochs) + 1
 
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -99,14 +85,39 @@ def test_no_two_documents_differ_by_more_than_one_pass(tmp_path_factory, how_man
     how_many(given(layouts())(lambda layout: check_tokens(tmp_path_factory.mktemp("tokens"), layout)))()
 
 
-@EXTENT
-def test_streamed_text_is_read_in_each_finished_epoch(how_many):
-    how_many(given(layouts(fewest=16))(check_text))()
+@st.composite
+def file_sizes(draw):
+    """Sizes of files in bytes, of any or of nearly one size."""
+    count, base = draw(st.integers(1, 300)), draw(st.integers(1, 10**9))
+    spread = draw(st.sampled_from([0.0, 0.01, 0.5, 3.0]))
+    return [base + int(base * spread * draw(st.floats(0, 1))) for _ in range(count)]
+
+
+def check_dealing(sizes, streams, epoch):
+    shares = [dealt(sizes, Share(42, stream, epoch, streams, True)) for stream in range(streams)]
+    assert sorted(file for files in shares for file in files) == list(range(len(sizes)))
+    if can_be_dealt(sizes, streams):
+        held = [sum(sizes[file] for file in files) for files in shares]
+        assert max(held) - min(held) <= 0.05 * sum(sizes) / streams
 
 
 @EXTENT
-def test_streamed_text_of_like_documents_is_read_once_an_epoch(how_many):
-    how_many(given(layouts(fewest=16, shortest=20))(check_even_text))()
+def test_files_are_dealt_once_an_epoch_and_evenly(how_many):
+    how_many(given(file_sizes(), st.sampled_from([1, 2, 8, 64]), st.integers(0, 5))(check_dealing))()
+
+
+def test_text_is_streamed_only_where_its_files_can_be_dealt():
+    c4 = np.random.default_rng(1).normal(319e6, 0.7e6, 1024).astype(int).tolist()  # as its 1,024 shards
+    assert all(can_be_dealt(c4, streams) for streams in (1, 8, 64, 512))
+    web = np.random.default_rng(1).uniform(1e8, 4e8, 4096).astype(int).tolist()
+    assert can_be_dealt(web, 64) and not can_be_dealt(web[:100], 64)
+    assert not can_be_dealt([10**9] * 63, 64) and not can_be_dealt([10**9] * 96, 64)
+    assert not can_be_dealt([0] * 64, 64)  # sizes that the server does not report
+
+
+def test_a_stream_reads_other_files_in_the_next_epoch():
+    first, second = (dealt([100] * 64, Share(42, 3, epoch, 8, True)) for epoch in range(2))
+    assert len(first) == len(second) == 8 and len({*first} & {*second}) < 5
 
 
 SIZES = {
@@ -123,16 +134,13 @@ SIZES = {
 def test_files_of_any_size_get_their_share_of_the_tokens(tmp_path, sizes, streams, packing):
     names = iter(range(0x4E00, 0x4E00 + sum(sizes)))
     texts = [[chr(next(names)) + "x" * (7 * i % 23) for i in range(n)] for n in sizes]
-    for source in (tokens_of(tmp_path, texts), MemorySource(texts)):
-        if sum(sizes) < 16 * streams and isinstance(source, MemorySource):
-            continue  # a run would tokenise this text first
-        epochs, begun, *_ = passes(source, texts, streams, streams, 1, packing, least=3)
-        ends = np.cumsum(sizes)
-        of_files = [np.mean(begun[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-        assert max(of_files) - min(of_files) <= 1 and np.allclose(np.mean(begun), epochs, rtol=0.05)
+    epochs, begun, *_ = passes(tokens_of(tmp_path, texts), texts, streams, streams, 1, packing, least=3)
+    ends = np.cumsum(sizes)
+    of_files = [np.mean(begun[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    assert max(of_files) - min(of_files) <= 1 and np.allclose(np.mean(begun), epochs, rtol=0.05)
 
 
-@pytest.mark.parametrize(("shards", "num_streams"), [(1, 1), (1, 8), (3, 8), (4, 4), (5, 2), (20, 4)])
+@pytest.mark.parametrize(("shards", "num_streams"), [(1, 1), (4, 4), (5, 2), (20, 4)])
 @pytest.mark.parametrize("packed", [True, False])
 def test_each_epoch_of_the_streams_is_every_document_once(shards, num_streams, packed):
     texts = corpus(shards, 29)
@@ -153,19 +161,6 @@ def test_streams_take_turns_where_documents_cannot_be_divided(tmp_path):
     texts = [[letter * 3 for letter in "abcdefghi"]]  # one stream of eight gets two documents an epoch
     epochs, begun, *_ = passes(tokens_of(tmp_path, texts), texts, 8, 8, 1, "pad", least=24)
     assert epochs >= 24 and max(begun) - min(begun) <= 3  # counts letters: a document has three
-
-
-@pytest.mark.parametrize("streams", [8, 64, 512])
-def test_shards_of_almost_one_size_are_read_by_one_stream_each(streams):
-    """As C4's 1,024 shards, whose sizes differ by a few thousandths."""
-    sizes = np.random.default_rng(1).normal(319e6, 0.7e6, 1024).astype(int).tolist()
-    for epoch in range(2):
-        order = permutation(1024, 42, epoch)
-        pieces = [cut(sizes, order, v, streams, slack=0.025) for v in range(streams)]
-        read = Counter(piece.shard for own in pieces for piece in own)
-        assert set(read) == set(range(1024)) and set(read.values()) == {1}
-        shares = [sum(piece.end - piece.begin for piece in own) for own in pieces]
-        assert max(shares) / np.mean(shares) < 1.05 > np.mean(shares) / min(shares)
 
 
 def test_each_epoch_stream_and_seed_has_its_own_order(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,17 @@ import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
-from data_corpus import NASTY, PACKINGS, global_batches, lines_of, make_config, same, write_shards, write_table
+from data_corpus import (
+    COMPRESS,
+    NASTY,
+    PACKINGS,
+    global_batches,
+    lines_of,
+    make_config,
+    same,
+    write_shards,
+    write_table,
+)
 
 from dlr_pretrain.data import (
     inputs_and_targets,
@@ -28,7 +39,8 @@ from dlr_pretrain.data import (
     streams,
     validation_set,
 )
-from dlr_pretrain.data.columns import WHOLE, Part
+from dlr_pretrain.data.format import WHOLE, Part
+from dlr_pretrain.data.formats import is_compressed
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
@@ -47,6 +59,7 @@ def small_shards(monkeypatch):
     """Each file of a few kilobytes fills a shard, and a larger one is divided among several jobs."""
     monkeypatch.setattr(prepare, "SHARD_BYTES", 4000)
     monkeypatch.setattr(prepare, "JOB_BYTES", 2000)
+    monkeypatch.setattr(prepare, "COMPRESSED_PARTS", 1)
 
 
 @pytest.fixture
@@ -103,7 +116,7 @@ def test_small_text_has_the_batches_of_its_tokens(root, made, model, packing, tm
             found = validation_set(cfg, source, tokenizer)
             both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
         assert all(map(torch.equal, both[0], both[1])) and all(map(torch.equal, both[0], both[2]))
-    assert len(said) == 1 and said[0].startswith("tokenising the text (about 0.")
+    assert len(said) == 1 and said[0].startswith("tokenising the text (about ")
 
 
 def kept(cfg, said=None):
@@ -155,15 +168,49 @@ def test_simultaneous_starts_share_one_folder_of_tokens(root, model, tmp_path):
     assert len({*folders}) == 1 and len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
 
 
-def test_large_text_is_streamed_unless_it_has_few_documents(root, model, monkeypatch):
-    monkeypatch.setattr(prepare, "SMALL_CHARACTERS", 1000)
-    monkeypatch.setattr(prepare, "FEW_DOCUMENTS", 10)
-    _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
+def test_large_text_is_streamed_if_its_files_can_be_dealt(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 1000)
+    write_shards(tmp_path / "text", [WORDS[:90]] * 8)
+    keys = {"data__root": tmp_path / "text", "data__cache": tmp_path / "cache", "tokenizer__path": model}
+    _, source, tokenizer = opened(make_config("local", **keys))
     assert tokenised_once(source, tokenizer, 8, print) is source
-    rule = "each epoch reads the text 5 times, because 8 streams share 3 files: scripts/prepare"
-    assert source.remark.startswith(rule)
     assert isinstance(tokenised_once(source, tokenizer, 64, print), TokenSource)
     assert source.order != TokenSource.order  # so a run does not continue in the other order
+
+
+def test_text_whose_tokens_need_much_is_refused_with_the_command(root, model, tmp_path, monkeypatch):
+    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+    command = r"scripts/prepare_data\.py, with your keys of data and tokenizer, makes them for data=tokens$"
+    monkeypatch.setattr(prepare, "MAX_MINUTES", 0)
+    with pytest.raises(UserError, match=rf"the text is long: its tokens \(about [\d.]+kB, .* First, {command}"):
+        kept(cfg)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    rule = r"cache: 1B of space do not hold the tokens of the text \(about [\d.]+kB, [\d.]+kB of tokens, 1 minute\)"
+    with pytest.raises(UserError, match=rf"data\.cache=.*{rule}\. Set it to a folder with space; or {command}"):
+        kept(cfg)
+
+
+def test_a_start_waits_for_another_that_tokenises_the_text(root, model, tmp_path):
+    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+    folder, said, waits = kept(cfg), [], threading.Event()
+    shutil.rmtree(folder)
+    with ThreadPoolExecutor(1) as pool:
+        with locked(folder):
+            other = pool.submit(kept, cfg, Told(said, waits))
+            assert waits.wait(600)
+        assert other.result() == folder
+    assert said[0].startswith(f"waiting for process {os.getpid()} on ") and said[1].startswith("tokenising")
+
+
+class Told:
+    """Collects messages, and says when the first has come."""
+
+    def __init__(self, said: list[str], first: threading.Event):
+        self.said, self.first = said, first
+
+    def append(self, text: str) -> None:
+        self.said.append(text)
+        self.first.set()
 
 
 def test_a_cache_without_room_is_named(root, model, tmp_path):
@@ -276,9 +323,17 @@ def test_the_order_does_not_depend_on_the_shards(tmp_path, model, packing, monke
 
 
 PARAGRAPHS = "\n\n".join(f"{text}\nsecond line" for text in WORDS if text) + "\n \n\n" + "\r\n\r\nlast"
+
+
+def packed(suffix: str, content: bytes):
+    return lambda path: path.write_bytes(COMPRESS[suffix](content))
+
+
 ONE_FILE = {  # how to write one large file, and the keys with which it is read
     "a.jsonl": (lambda path: path.write_bytes(lines_of(WORDS) + b"\n\n" + lines_of(NASTY)[:-1]), {}),
     "a.txt": (lambda path: path.write_text(PARAGRAPHS, newline=""), {"data__document": "paragraph"}),
+    **{f"a.jsonl{suffix}": (packed(suffix, lines_of(WORDS)), {}) for suffix in COMPRESS},
+    "a.txt.gz": (packed(".gz", PARAGRAPHS.encode()), {"data__document": "paragraph"}),
     "a.parquet": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
     "a.arrow": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
     "a.file.arrow": (lambda path: write_table(path, {"text": WORDS}, 7), {}),
@@ -295,7 +350,11 @@ def test_a_large_file_is_cut_among_processes(tmp_path, model, name, monkeypatch)
     _, source, tokenizer = opened(cfg)
     whole = [*source.divided(name, WHOLE)]
     for count in (2, 3, 40, 997, 5000):
-        assert [row for i in range(count) for row in source.divided(name, Part(i, count))] == whole
+        for expected in (100, 50_000, 10**6) if is_compressed(name) else (None,):  # bytes, which may be wrong
+            parts = (Part(i, count, expected) for i in range(count))
+            assert [row for part in parts for row in source.divided(name, part)] == whole
+    monkeypatch.setattr(prepare, "COMPRESSED_PARTS", 16)
+    monkeypatch.setattr(prepare, "JOB_BYTES", 300)
     monkeypatch.setattr(prepare, "SHARD_BYTES", 10**9)
     assert len(prepare.plan(source)) == 1 and len(prepare.plan(source)[0][1]) > 3
     made = {}

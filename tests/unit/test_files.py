@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import open_source, open_tokenizer, tokenised_once
+from dlr_pretrain.data import open_source, open_tokenizer, prepare
 from dlr_pretrain.util import files
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import claim, locked, write_durably
@@ -57,9 +57,9 @@ def test_a_lock_that_its_holder_deletes_is_taken_anew(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is being written by"), locked(tmp_path):
         pytest.fail("two processes hold the folder")
     others[0].close()
-    with locked(tmp_path) as path:
-        assert os.path.samefile(path, tmp_path / ".lock")
-    assert not path.exists()
+    with locked(tmp_path) as held:
+        assert os.path.samefile(held.lock, tmp_path / ".lock") and held.alone
+    assert not held.lock.exists()
 
 
 def test_results_go_into_a_new_folder_or_their_own(tmp_path):
@@ -171,6 +171,8 @@ def test_missing_shared_memory_does_not_blame_the_cache(words, tmp_path, monkeyp
     cfg = load(words(f"data.cache={tmp_path}", f"run.dir={tmp_path}/run"))
     source = open_source(cfg, print)
     tokenizer = open_tokenizer(cfg, source)
+    monkeypatch.setattr(prepare, "JOB_BYTES", 10_000)  # so that there are several jobs
+    monkeypatch.setattr(prepare, "cores", lambda: 2)
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refused)
     with pytest.raises(UserError, match=r"^/dev/shm: Read-only file system\. Pools"):
-        tokenised_once(source, tokenizer, cfg.num_streams, print)
+        prepare.tokenised_once(source, tokenizer, cfg.num_streams, print)
