@@ -21,12 +21,12 @@ def main() -> int:
     from dlr_pretrain import cli
 
     try:
-        return cli.main(train)
+        return cli.main(run_and_report)
     finally:
         process.ignore_stop_signals()
 
 
-def train(cfg: Config) -> float | None:
+def run_and_report(cfg: Config) -> float | None:
     """Run one configuration; returns its last ``eval/loss``, which a sweeper such as Optuna's minimises."""
     from dlr_pretrain.train.run import run
     from dlr_pretrain.util.files import read_metrics

@@ -120,10 +120,10 @@ def _is_hydras(key: str) -> bool:
 
 def typed(words: Sequence[str]) -> dict[str, Any]:
     """The values that well-formed words set, by dotted key; a mapping sets several keys."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for override in map(parse_word, words):
-        found |= {} if override.is_delete() else flatten({override.key_or_group: override.value()})
-    return found
+        values |= {} if override.is_delete() else flatten({override.key_or_group: override.value()})
+    return values
 
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
@@ -258,8 +258,8 @@ def jobs(words: list[str]) -> Iterator[list[str]]:
             values.append([word])
             continue
         swept: Any = override.value()
-        found = override.sweep_string_iterator() if override.is_discrete_sweep() else (swept.start, swept.end)
-        values.append([f"{word.split('=', 1)[0]}={value}" for value in found])
+        choices = override.sweep_string_iterator() if override.is_discrete_sweep() else (swept.start, swept.end)
+        values.append([f"{word.split('=', 1)[0]}={value}" for value in choices])
     yield from map(list, itertools.product(*values))
 
 
@@ -273,25 +273,25 @@ def configure(
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     given = set(typed(words))
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
-        own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
-        tree: Any = OmegaConf.to_container(own, resolve=True)
+        without_hydra = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+        tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
         cfg = parse(tree, given)
     except OmegaConfBaseException as error:
-        found = [Problem(str(error.full_key), MISSING, first_line(error))]
+        problems = [Problem(str(error.full_key), MISSING, first_line(error))]
     except ConfigError as error:
-        found = error.problems
-    if line.problems or found:
-        raise ConfigError(line.problems + found)
+        problems = error.problems
+    if line.problems or problems:
+        raise ConfigError(line.problems + problems)
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
         cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
-    found = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
+    problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
     if hydra.job.chdir:
-        found.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
-    if found:
-        raise ConfigError(found)
+        problems.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
+    if problems:
+        raise ConfigError(problems)
     return cfg
 
 

@@ -39,18 +39,18 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
     Without ``machine``, rules about this machine's files and packages are not checked.
     """
-    found = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
+    problems = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
     if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
         rule = "data=local needs the folder of its files"
-        found.append(Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample"))
+        problems.append(Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample"))
     if cfg.run.start_optimizer and cfg.run.start_from is None:
-        found.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))
-    found += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
+        problems.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))
+    problems += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
     if world_size is not None:
-        found += _batch(cfg, world_size)
+        problems += _batch(cfg, world_size)
     if machine:
-        found += _machine(cfg)
-    return found
+        problems += _machine(cfg)
+    return problems
 
 
 def unused(cfg: Config, given: Collection[str]) -> Iterator[Problem]:
@@ -170,7 +170,7 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _schedule(cfg: Config) -> Iterator[Problem]:
-    t, every, kept = cfg.train, cfg.checkpoint.every, cfg.checkpoint.keep_every
+    t, every, keep_every = cfg.train, cfg.checkpoint.every, cfg.checkpoint.keep_every
     after = t.steps - cfg.warmup_steps
     if cfg.warmup_steps >= t.steps:
         name = "train.warmup_ratio" if t.warmup_steps is None else "train.warmup_steps"
@@ -181,9 +181,9 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
     if t.stop_after is not None and t.stop_after > t.steps:
         yield Problem("train.stop_after", t.stop_after, f"must be at most train.steps={t.steps}")
-    if kept is not None and kept % every:
-        fix = f"Try {max(1, round(kept / every)) * every}"
-        yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)
+    if keep_every is not None and keep_every % every:
+        fix = f"Try {max(1, round(keep_every / every)) * every}"
+        yield Problem("checkpoint.keep_every", keep_every, f"must be a multiple of checkpoint.every={every}", fix)
     last, end = t.stop_after or t.steps, cfg.profile.start + cfg.profile.steps
     if cfg.profile.enabled and end > last:
         rule = f"with profile.steps={cfg.profile.steps}, the trace must end within the {last} steps of the run"
@@ -235,19 +235,19 @@ def compiler_problem(cfg: Config, device: str) -> Problem | None:
     if (compiler := next(filter(None, map(shutil.which, compilers)), None)) is None:
         rule = f"needs a compiler ({' or '.join(compilers)}), which is not installed"
         return Problem("compile", cfg.compile, rule, f"Use compile=false, or set {variable} to a compiler")
-    kept = "TORCHINDUCTOR_CACHE_DIR"  # Triton's as well, unless it has its own
-    kept = "TRITON_CACHE_DIR" if device != "cpu" and "TRITON_CACHE_DIR" in os.environ else kept
+    cache = "TORCHINDUCTOR_CACHE_DIR"  # Triton's as well, unless it has its own
+    cache = "TRITON_CACHE_DIR" if device != "cpu" and "TRITON_CACHE_DIR" in os.environ else cache
     places = {"TMPDIR": tempfile.gettempdir()}
-    places[kept] = os.environ.get(kept) or places["TMPDIR"]
+    places[cache] = os.environ.get(cache) or places["TMPDIR"]
     for name, folder in places.items():
         if device == "cpu" and re.search(r"[\s'\"\\]", folder):  # torch splits its commands for the compiler there
             rule = f"torch cannot compile in {folder} ({name}), whose name holds a space, a quote or a backslash"
             return Problem("compile", cfg.compile, rule, f"Set {name} to another folder, or use compile=false")
-    why = _library_error(Path(places[kept]), compiler, ".cpp" if device == "cpu" else ".c")
+    why = _library_error(Path(places[cache]), compiler, ".cpp" if device == "cpu" else ".c")
     if why is None:
         return None
-    rule = f"compiled code cannot be kept in {places[kept]}: {why}"
-    fix = f"Set {kept} to another folder on this machine"
+    rule = f"compiled code cannot be kept in {places[cache]}: {why}"
+    fix = f"Set {cache} to another folder on this machine"
     if "Python.h" in why:
         rule, fix = f"needs Python's headers: {why}", "Install them (python3-dev)"
     return Problem("compile", cfg.compile, rule, f"{fix}, or use compile=false")

@@ -266,7 +266,7 @@ class Eval:
 
 
 @dataclass
-class Checkpoint:
+class Checkpoints:
     shared: ClassVar[Key] = section(changes=True)
     every: int = key("steps between checkpoints; train.steps or more: only the last step is saved", 1000, ge=1)
     keep_last: int = key("newest checkpoints kept", 2, ge=1)
@@ -330,7 +330,7 @@ class Config:
     train: Train
     tokenizer: Tokenizer
     eval: Eval
-    checkpoint: Checkpoint
+    checkpoint: Checkpoints
     log: Log
     profile: Profile
     run: Run

@@ -109,9 +109,9 @@ def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -
 def _build(values: Mapping[str, Any]) -> Config:
     sections: dict[str, Any] = {}
     for name, section in SECTIONS.items():
-        own = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith(f"{name}.")}
-        kind = options_class(name, {name: {TARGET: own.pop(TARGET)}}) if name in OPEN_GROUPS else section
-        sections[name] = kind(**own)
+        options = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith(f"{name}.")}
+        kind = options_class(name, {name: {TARGET: options.pop(TARGET)}}) if name in OPEN_GROUPS else section
+        sections[name] = kind(**options)
     return Config(**sections, **{key: value for key, value in values.items() if "." not in key})
 
 

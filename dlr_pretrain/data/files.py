@@ -78,8 +78,8 @@ class File:
         """Values that differ once the file is replaced or edited."""
         if not self.is_local:
             return [self.address, self.size, self.changed]
-        path, found = os.path.realpath(self.address), os.stat(self.address)
-        return [path, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+        path, now = os.path.realpath(self.address), os.stat(self.address)
+        return [path, now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns]
 
     @cached_property
     def identity(self) -> str:
@@ -111,16 +111,16 @@ def find_files(root: str, pattern: str) -> list[File]:
 
 def files_below(root: str) -> list[File]:
     """All files below ``root`` that are not hidden, sorted by name."""
-    found = _find_remote(root, os.path.join(root, "**/*")) if "://" in root else _find_local(root, _walk(root))
-    return [file for file in found if not HIDDEN.search(file.name)]
+    files = _find_remote(root, os.path.join(root, "**/*")) if "://" in root else _find_local(root, _walk(root))
+    return [file for file in files if not HIDDEN.search(file.name)]
 
 
 def refuse_snapshots(files: list[File]) -> None:
     """Raise UserError if the files belong to several snapshots of a dataset in the hub's cache."""
-    found: dict[str, set[str]] = {}
+    snapshots: dict[str, set[str]] = {}
     for match in filter(None, (SNAPSHOT.fullmatch(file.address) for file in files)):
-        found.setdefault(match[1], set()).add(match[2])
-    for folder, commits in found.items():
+        snapshots.setdefault(match[1], set()).add(match[2])
+    for folder, commits in snapshots.items():
         if len(commits) > 1:
             names = " or ".join(f"data.root={folder}/{commit}" for commit in sorted(commits))
             raise UserError(f"{folder}: holds {len(commits)} snapshots of a dataset. Name one: {names}")
@@ -162,13 +162,13 @@ def _find_remote(root: str, address: str) -> list[File]:
             return system.glob(path, detail=True) if magic else {path: system.info(path)}
         return {}
 
-    found = retry(look, address)
-    if outside := next((name for name in found if ".." in re.split(r"[/\\]", unquote(name))), None):
+    entries = retry(look, address)
+    if outside := next((name for name in entries if ".." in re.split(r"[/\\]", unquote(name))), None):
         fix = "Name the files in data.train_files"
         raise UserError(f"{address}: the server lists {outside}, which is outside its folder. {fix}")
     return [
         File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"))
-        for name, entry in sorted(found.items())
+        for name, entry in sorted(entries.items())
         if entry["type"] == "file"
     ]
 
@@ -253,14 +253,14 @@ def pin_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None
     commit = commit or _commit(repository, revision)
     fixed = {}
     for key, match in addresses.items():
-        own = match[2]
-        if key == first or (match[1] == repository and own in (None, revision, commit)):
-            own = commit
-        elif not COMMIT.fullmatch(own or ""):
+        at_commit = match[2]
+        if key == first or (match[1] == repository and at_commit in (None, revision, commit)):
+            at_commit = commit
+        elif not COMMIT.fullmatch(at_commit or ""):
             rule = f"is not in the repository and revision of data.{first}, whose commit the run keeps"
-            named = f"{match[1]}@{_commit(match[1], own)}{match[3]}"
+            named = f"{match[1]}@{_commit(match[1], at_commit)}{match[3]}"
             raise UserError(f"data.{key}={match[0]}: {rule}. Name a commit: data.{key}={named}")
-        fixed[key] = f"{match[1]}@{own}{match[3]}"
+        fixed[key] = f"{match[1]}@{at_commit}{match[3]}"
     return replace(data, **fixed), commit  # type: ignore[arg-type]
 
 
@@ -348,7 +348,7 @@ class RemoteFile(AbstractBufferedFile):
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         end = min(end, self.size)
-        ranges = [(at, min(at + RANGE_BYTES, end)) for at in range(start, end, RANGE_BYTES)]
+        ranges = [(position, min(position + RANGE_BYTES, end)) for position in range(start, end, RANGE_BYTES)]
         return b"".join(retry(partial(self._ask, *one), self._file.address) for one in ranges)
 
     def _ask(self, start: int, end: int) -> bytes:
@@ -398,8 +398,8 @@ def user_cache() -> Path:
             return folder
     folder = Path(tempfile.gettempdir(), f"dlr_pretrain-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         rule = "is a link, or other users may write to it, so its content may have been planted"
         raise UserError(f"{folder}: {rule}. Remove it, or set XDG_CACHE_HOME to a folder of your own")
     return folder

@@ -65,8 +65,8 @@ class TrainLoader:
         self, cfg: Config, source: Source, tokenizer: Tokenizer, rank: int, world_size: int, state: State | None
     ):
         share = cfg.num_streams // world_size
-        own = range(rank * share, (rank + 1) * share)
-        positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in own}
+        streams = range(rank * share, (rank + 1) * share)
+        positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in streams}
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(PREFETCHED_BATCHES)
         self._closed = threading.Event()
         self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
@@ -163,9 +163,9 @@ def _batches(
     while True:
         tokens = np.empty((len(rows) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
         lengths, state = np.empty(len(tokens), np.int32), {}
-        for at in range(len(tokens)):
-            v = streams[at // each]
-            tokens[at], lengths[at], position = next(rows[v])
+        for number in range(len(tokens)):
+            v = streams[number // each]
+            tokens[number], lengths[number], position = next(rows[v])
             state[str(v)] = list(position)
         real = int(np.minimum(lengths, seq_len).sum())
         yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator)
@@ -189,17 +189,17 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     """
     wanted = max(2, cfg.eval.tokens)  # a single token has no target
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
-    parts, found, has_text = [], 0, False
+    parts, count, has_text = [], 0, False
     for tokens, starts in source.validation(tokenizer):
         ends = np.append(starts[1:], len(tokens))
-        real = found + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
+        real = count + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
         last = min(int(np.searchsorted(real, wanted)), len(real) - 1)
-        tokens, starts, found = tokens[: ends[last]], starts[: last + 1], int(real[last])
-        if not pad and found > wanted:
-            tokens, found = tokens[: wanted - found], wanted
+        tokens, starts, count = tokens[: ends[last]], starts[: last + 1], int(real[last])
+        if not pad and count > wanted:
+            tokens, count = tokens[: wanted - count], wanted
         parts.append(padded_documents(tokens, starts, seq_len, tokenizer.pad_id, tokenizer.eos_id) if pad else tokens)
         has_text = has_text or len(tokens) > len(starts)
-        if found >= wanted:
+        if count >= wanted:
             break
     if not has_text:
         raise _no_validation_text(cfg, source)
@@ -208,7 +208,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     else:
         rows, lengths = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
     separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
-    return ValidationSet(rows, lengths, found, separator)
+    return ValidationSet(rows, lengths, count, separator)
 
 
 def _no_validation_text(cfg: Config, source: Source) -> UserError:

@@ -28,8 +28,8 @@ def inputs_and_targets(
     """
     wide = tokens.long()
     predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
-    found = wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
-    return found if separator is None else separated(*found, separator)
+    plain = wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
+    return plain if separator is None else separated(*plain, separator)
 
 
 def separated(

@@ -202,11 +202,11 @@ def _counted(source: TextSource, tokenizer: Tokenizer, made: TokenSource) -> dic
     return counted | _special_tokens(tokenizer, special, "")
 
 
-def _special_tokens(tokenizer: Tokenizer, texts: int, of: str) -> dict[str, str]:
+def _special_tokens(tokenizer: Tokenizer, texts: int, which: str) -> dict[str, str]:
     """For ``contents``: how many texts hold special tokens, and what these count as."""
     choice, some = tokenizer.special_in_text, [*tokenizer.special[:3], *["..."] * (len(tokenizer.special) > 3)]
     read = f"read as {'ordinary characters' if choice == 'text' else 'tokens'} (data.special_tokens={choice})"
-    said = f"{plural(texts, 'text')}{of} with special tokens ({', '.join(some)}), {read}"
+    said = f"{plural(texts, 'text')}{which} with special tokens ({', '.join(some)}), {read}"
     return {SPECIAL_TOKENS: said} if texts else {}
 
 

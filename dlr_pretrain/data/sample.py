@@ -45,12 +45,12 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
     A missing sample is harvested. Raises UserError if only another Python could harvest it.
     """
     cache = root or user_cache() / "sample"
-    own = f"python-{platform.python_version()}-{VERSION}"
-    folder = cache / (name or own)
+    this_python = f"python-{platform.python_version()}-{VERSION}"
+    folder = cache / (name or this_python)
     if (folder / TOKENIZER_FILE).is_file() and any(folder.glob("text-*.jsonl")):
         return folder
-    if folder.name != own:
-        rule = f"this run reads the sample {folder.name}, which is not in {cache}, but this Python makes {own}"
+    if folder.name != this_python:
+        rule = f"this run reads the sample {folder.name}, which is not in {cache}, but this Python makes {this_python}"
         raise UserError(f"data=sample: {rule}. Use the sample's Python, or set data.root to the sample's folder")
     shutil.rmtree(folder, ignore_errors=True)  # some of its files were purged
     progress(f"harvesting sample text from Python's standard library into {folder} (once, takes seconds)")
@@ -68,8 +68,8 @@ def harvest() -> Iterator[str]:
 
     stdlib, seen = Path(sysconfig.get_path("stdlib")), set()
     files = [path for path in stdlib.rglob("*.py") if not OPTIONAL.intersection(path.relative_to(stdlib).parts)]
-    found = (block for path in sorted(files) for block in docstrings(path.read_text("utf-8", "replace")))
-    for block in (*found, *(topics.topics[name] for name in sorted(topics.topics))):
+    blocks = (block for path in sorted(files) for block in docstrings(path.read_text("utf-8", "replace")))
+    for block in (*blocks, *(topics.topics[name] for name in sorted(topics.topics))):
         fresh = [text for text in prose(block) if text not in seen]
         seen.update(fresh)
         if fresh:
@@ -91,8 +91,8 @@ def docstrings(source: str) -> Iterator[str]:
 
 def prose(block: str) -> list[str]:
     """The paragraphs of English sentences, each on one line and without markup; code, tables and titles are dropped."""
-    found = [text for text in re.split(r"\n\s*\n", inspect.cleandoc(block)) if PROSE.fullmatch(text)]
-    texts = [" ".join(MARKUP.sub("", text).split()) for text in found]
+    paragraphs = [text for text in re.split(r"\n\s*\n", inspect.cleandoc(block)) if PROSE.fullmatch(text)]
+    texts = [" ".join(MARKUP.sub("", text).split()) for text in paragraphs]
     return [text for text in texts if text.count(" ") >= MIN_SPACES]
 
 

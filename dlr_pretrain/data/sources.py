@@ -23,7 +23,7 @@ from dlr_pretrain.data.format import WHOLE, Part
 from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose
 from dlr_pretrain.data.streams import (
-    Block,
+    DocumentBlock,
     Place,
     Share,
     Tokens,
@@ -161,7 +161,7 @@ class TextSource:
         """Of the training files in bytes; 0 if the server does not report it."""
         return [file.size or 0 for file in self.chosen.train]
 
-    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
+    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, DocumentBlock]]:
         """Yields the blocks of a share in order, from the block at ``start`` on, each with its file and first row."""
         first, row = start
         files = dealt(self._sizes(), share)

@@ -238,15 +238,15 @@ def _main_format(files: list[File]) -> Format:
 
 def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
     """Each file once, even if links give it several names. Test and validation names, and real paths, go first."""
-    top, kept = os.path.realpath(root), dict[str, File]()
+    top, first_of = os.path.realpath(root), dict[str, File]()
 
     def rank(file: File) -> tuple[int, bool, str]:
         return SPLITS.index(split_of(file.name)), file.identity != os.path.join(top, file.name), file.name
 
     for file in sorted(files, key=rank):
-        if (first := kept.setdefault(file.identity, file)) is not file:
+        if (first := first_of.setdefault(file.identity, file)) is not file:
             left_out[file.name] = f"the same file as {first.name}"
-    return sorted(kept.values(), key=lambda file: file.name)
+    return sorted(first_of.values(), key=lambda file: file.name)
 
 
 def _without_empty(files: list[File], data: Data, left_out: dict[str, str]) -> list[File]:

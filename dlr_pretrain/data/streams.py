@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class DocumentBlock:
     """Documents that are shuffled together."""
 
     documents: int
@@ -80,7 +80,7 @@ class Share(NamedTuple):
 class BlockSource(Protocol):
     """What a stream needs from a source."""
 
-    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
+    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, DocumentBlock]]:
         """Yields the blocks of a share in their order, from the block at ``start`` on, each with its place."""
 
     def describe(self) -> str:
@@ -149,11 +149,11 @@ def dealt(sizes: Sequence[int], share: Share) -> list[int]:
     return files[permutation(len(files), *share.key, 0, DEALING)].tolist()
 
 
-def text_blocks(rows: Iterator[tuple[int, str | None]], tokenizer: Tokenizer) -> Iterator[tuple[int, Block]]:
+def text_blocks(rows: Iterator[tuple[int, str | None]], tokenizer: Tokenizer) -> Iterator[tuple[int, DocumentBlock]]:
     """Yields each block after the number of its first row. A row whose text is None is left out."""
     while block := list(_rows_of_block(rows)):
         texts = [text for _, text in block if text is not None]
-        yield block[0][0], Block(len(texts), partial(tokenise, texts, tokenizer))
+        yield block[0][0], DocumentBlock(len(texts), partial(tokenise, texts, tokenizer))
 
 
 def _rows_of_block(rows: Iterator[tuple[int, str | None]]) -> Iterator[tuple[int, str | None]]:

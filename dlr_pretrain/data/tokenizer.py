@@ -102,20 +102,20 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"{path}: not a readable sentencepiece model ({error}). {fix}") from error
         self.vocab_size, self.unk_id, self.special_in_text = model.vocab_size(), model.unk_id(), "text"
         self.special = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
-        own = model.eos_id() if model.eos_id() >= 0 else None
+        default_end = model.eos_id() if model.eos_id() >= 0 else None
         ids = {model.id_to_piece(i): i for i in range(self.vocab_size)}
-        self.eos_id = _end_of_sequence(path, end, ids, own)
+        self.eos_id = _end_of_sequence(path, end, ids, default_end)
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
         # If spaces occur only at the start of tokens, the ids of a text up to a space do not depend on what follows.
         self._can_cut = SPACE in ids and not any(SPACE in token[1:] for token in ids)
         self._longest: int | None = None
-        another_end = b"" if self.eos_id == own else self.token(self.eos_id).encode()
+        another_end = b"" if self.eos_id == default_end else self.token(self.eos_id).encode()
         self.fingerprint = hashlib.sha256(content + another_end).hexdigest()
 
     def beginnings(self, longest: int) -> Tokenizer:
-        found = copy.copy(self)
-        found._longest = longest if self._can_cut else None
-        return found
+        cutting = copy.copy(self)
+        cutting._longest = longest if self._can_cut else None
+        return cutting
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         encode = partial(self._model.encode, out_type="numpy", num_threads=1)
@@ -123,11 +123,11 @@ class SentencePieceTokenizer(Tokenizer):
         if self._longest is None:
             return encode(texts)
         heads = [_head(text, CHARACTERS_PER_TOKEN * self._longest) for text in texts]
-        found = encode(heads)
+        encoded = encode(heads)
         for i, (text, head) in enumerate(zip(texts, heads, strict=True)):
-            if len(head) < len(text) and len(found[i]) < self._longest:
-                found[i] = encode(text)
-        return found
+            if len(head) < len(text) and len(encoded[i]) < self._longest:
+                encoded[i] = encode(text)
+        return encoded
 
     def token(self, id: int) -> str:
         return self._model.id_to_piece(id)
@@ -174,11 +174,11 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         try:
-            found = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
+            encoded = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
         except Exception as error:  # the library raises plain Exceptions
             fix = "Give the tokenizer an unknown token"
             raise UserError(f"{self.path}: cannot encode the text ({first_line(error)}). {fix}") from error
-        ids = [np.array(one.ids, np.int32) for one in found]
+        ids = [np.array(one.ids, np.int32) for one in encoded]
         if self.special_in_text == "tokens":
             return ids
         return [each[each != self.eos_id] for each in ids]  # the end may be a word of the vocabulary as well
@@ -187,7 +187,7 @@ class FastTokenizer(Tokenizer):
         return self._model.id_to_token(id)
 
 
-def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int], own: int | None) -> int:
+def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int], default: int | None) -> int:
     """The id of the token that ends documents: given, configured beside the file, the model's own, or a usual one."""
     usual = [token for token in ENDS if token in vocabulary]
     if given is not None and given not in vocabulary:
@@ -196,8 +196,8 @@ def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int
     token = given or _configured(path).get("eos_token", "")
     if token in vocabulary:
         return vocabulary[token]
-    if own is not None:
-        return own
+    if default is not None:
+        return default
     if not usual:
         rule = "does not say which token ends a document"
         raise UserError(f"{path}: {rule}. Set tokenizer.eos=<a token of its vocabulary>")
@@ -209,8 +209,10 @@ def _configured(path: Path) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for file in (SPECIALS, SETTINGS):
         with suppress(OSError, ValueError):  # missing, or not an object
-            found = read_json(path.parent / file, {})
-            texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+            settings = read_json(path.parent / file, {})
+            texts = {
+                name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()
+            }
             tokens |= {name: text for name, text in texts.items() if isinstance(text, str)}
     return tokens
 
@@ -234,10 +236,10 @@ def load_tokenizer(path: Path, end: str | None = None, special_in_text: str | No
     """
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in MODELS if (path / name).is_file()]
-        if not found:
+        files = [path / name for name in MODELS if (path / name).is_file()]
+        if not files:
             raise UserError(f"{path}: holds none of {', '.join(MODELS)}. Name the folder or the file of a tokenizer")
-        path = found[0]
+        path = files[0]
     if path.suffix == ".json":
         return FastTokenizer(path, end, special_in_text)
     if special_in_text == "tokens":

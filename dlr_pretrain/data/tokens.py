@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from dlr_pretrain.data import streams
-from dlr_pretrain.data.streams import Block, Place, Share, Tokens, permutation, token_dtype
+from dlr_pretrain.data.streams import DocumentBlock, Place, Share, Tokens, permutation, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
@@ -158,7 +158,7 @@ class TokenSource:
     def sizes(self, packed: bool) -> list[int]:
         return np.diff(self._begin if packed else self._first).tolist()
 
-    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, Block]]:
+    def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, DocumentBlock]]:
         """Yields the blocks of a share in a seeded order, from the block at ``start`` on, each with its place.
 
         A block is a run of documents of the share. A share of tokens may begin or end within a document.
@@ -177,7 +177,7 @@ class TokenSource:
                 begin = first - int(before[i])
                 parts += self._bounds(max(first, begin + low), min(last, begin + high), *ends)
             where = np.concatenate(parts)
-            yield (0, number), Block(len(where), partial(self._take, where, tokenizer.eos_id))
+            yield (0, number), DocumentBlock(len(where), partial(self._take, where, tokenizer.eos_id))
 
     def _documents_of(self, piece: Piece, packed: bool) -> tuple[int, int, int, int]:
         """A piece's first document, the document after its last, and the tokens at which they are cut."""
@@ -231,8 +231,8 @@ class TokenSource:
         On a GPU, the lookup would otherwise end the process with an assertion.
         """
         if ids.view(f"u{ids.itemsize}").max(initial=0) >= self.vocab_size:  # unsigned, a negative id is large, too
-            at = next(i for i, id in enumerate(ids.tolist()) if not 0 <= id < self.vocab_size)
-            raise ValueError(f"token {begin + at:,} is {ids[at]}, beyond the vocabulary of {self.vocab_size:,}")
+            first = next(i for i, id in enumerate(ids.tolist()) if not 0 <= id < self.vocab_size)
+            raise ValueError(f"token {begin + first:,} is {ids[first]}, beyond the vocabulary of {self.vocab_size:,}")
 
     def _take(self, where: np.ndarray, eos_id: int, numbers: np.ndarray) -> Tokens:
         """The documents of a block with these numbers. </s> replaces the last token of a document that is cut off."""
@@ -240,12 +240,12 @@ class TokenSource:
         for shard in np.unique(chosen[:, 0]).tolist():
             with self._naming_shard(self.train_shards[shard]) as path:
                 mapped = _memory_map(path, token_dtype(self.vocab_size))  # anew: pages that stay mapped count as memory
-                for at in np.flatnonzero(chosen[:, 0] == shard).tolist():
-                    _, begin, end = chosen[at].tolist()
-                    parts[at] = mapped[begin:end]
-                    if len(parts[at]) < end - begin:
+                for number in np.flatnonzero(chosen[:, 0] == shard).tolist():
+                    _, begin, end = chosen[number].tolist()
+                    parts[number] = mapped[begin:end]
+                    if len(parts[number]) < end - begin:
                         raise ValueError(f"it has {len(mapped):,} ids, and it had more before")
-                    self._require_ids(parts[at], begin)
+                    self._require_ids(parts[number], begin)
         tokens = np.concatenate(parts)
         after = np.cumsum(chosen[:, 2] - chosen[:, 1])
         tokens[after - 1] = eos_id
@@ -256,8 +256,8 @@ class TokenSource:
         self._require(tokenizer)
         for name in self.validation_shards:
             tokens, ends = self.shard(name)
-            for at in range(0, len(ends) - 1, streams.CHUNK_DOCUMENTS):
-                some = self._ends(name, at, at + streams.CHUNK_DOCUMENTS)
+            for number in range(0, len(ends) - 1, streams.CHUNK_DOCUMENTS):
+                some = self._ends(name, number, number + streams.CHUNK_DOCUMENTS)
                 chunk = np.array(tokens[some[0] : some[-1]])
                 with self._naming_shard(name):
                     self._require_ids(chunk, int(some[0]))

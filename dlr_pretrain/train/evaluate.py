@@ -74,9 +74,9 @@ class Evaluator:
         ``done`` is the number of sequences before these.
         """
         device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
-        own = rows[self.ranks.rank :: world_size]
-        own = own[np.argsort(-self.validation.lengths[own], kind="stable")]
-        tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
+        mine = rows[self.ranks.rank :: world_size]
+        mine = mine[np.argsort(-self.validation.lengths[mine], kind="stable")]
+        tokens, lengths = (torch.from_numpy(a[mine]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # equal on all ranks: under fsdp each forward pass is a collective
         stopped = False

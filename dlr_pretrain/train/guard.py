@@ -139,10 +139,10 @@ class Guard:
         skip = self.cfg.train.on_nonfinite == "skip"
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.norm)
         if not finite and not (outcome.ends and skip):  # else it was skipped because a rank has failed
-            kept = self._keep_batch(step, outcome, batch)
+            is_kept = self._keep_batch(step, outcome, batch)
             if skip:
                 state.skipped = state.skipped.and_step(step)
-                where = f"see {self.folder}" if kept else f"its batch is not kept, as {self.folder} has {MOST_KEPT}"
+                where = f"see {self.folder}" if is_kept else f"its batch is not kept, as {self.folder} has {MOST_KEPT}"
                 self.console.say(f"warning: step {step}: {_describe(outcome)}: skipped, {where}")
                 self._fail_if_too_many(state.skipped)
         if outcome.ends:
@@ -191,8 +191,8 @@ class Guard:
         """
         sums, finite = zip(*self.ranks.gather((checksums(tensors), all_finite(tensors))), strict=True)
         seen: dict[tuple[str, int], int] = {}
-        pairs = (pair for own in sums for pair in own.items())
-        differ = list(dict.fromkeys(key[0] for key, own in pairs if seen.setdefault(key, own) != own))
+        pairs = (pair for of_rank in sums for pair in of_rank.items())
+        differ = list(dict.fromkeys(key[0] for key, of_rank in pairs if seen.setdefault(key, of_rank) != of_rank))
         if all(finite) and not differ:
             return
         with suppress(UserError):
@@ -261,8 +261,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[tuple[str, int], int]:
 @torch.no_grad()
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether all values that this rank holds are finite."""
-    own = map(sharded.local_rows, tensors.values())
-    floats = [t for t in own if t.is_floating_point() and t.numel()]
+    local = map(sharded.local_rows, tensors.values())
+    floats = [t for t in local if t.is_floating_point() and t.numel()]
     return bool(torch.stack([end.float() for t in floats for end in t.aminmax()]).isfinite().all())
 
 

@@ -143,8 +143,8 @@ class Loop:
         for good.
         """
         streams: dict[str, list[int]] = {}
-        for own in self.ranks.gather(self.state.streams):
-            streams |= own
+        for positions in self.ranks.gather(self.state.streams):
+            streams |= positions
         state = replace(self.state, streams=streams)
         model, optimizer = self.update.model, self.update.optimizer
         with optimizer.taken_out() as values:
@@ -152,11 +152,11 @@ class Loop:
             self.guard.require_sound(self.state.step, tensors)
             self.saver.save(tensors, optimizer.state_tensors(), asdict(state), final)
 
-    def resume(self, found: Checkpoint) -> None:
+    def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the state of ``found``, saved by any number of ranks, and close it."""
-        load_tensors(self.update.model, self.update.optimizer, found.model)
-        self.update.optimizer.load_state_tensors(found.optimizer)
-        self.state = TrainState(**{of.name: found.state[of.name] for of in fields(TrainState)})
+        load_tensors(self.update.model, self.update.optimizer, checkpoint.model)
+        self.update.optimizer.load_state_tensors(checkpoint.optimizer)
+        self.state = TrainState(**{declared.name: checkpoint.state[declared.name] for declared in fields(TrainState)})
         self.state.skipped = Skipped(*self.state.skipped)
         self.guard.resume(self.state)
-        found.close()
+        checkpoint.close()

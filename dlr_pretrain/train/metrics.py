@@ -35,13 +35,13 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         """The run began after ``first_step``; ``missing`` counts the lost records from there to ``resumed_step``."""
         self.path, self.unwritten = path, b""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while training writes
-        found, damaged = sound_records(path)
-        kept = [record for record in found if record["step"] <= resumed_step]
-        self.last: dict = kept[-1] if kept else {}
-        self.missing = resumed_step - first_step - len({record["step"] for record in kept})
+        records, damaged = sound_records(path)
+        usable = [record for record in records if record["step"] <= resumed_step]
+        self.last: dict = usable[-1] if usable else {}
+        self.missing = resumed_step - first_step - len({record["step"] for record in usable})
         if damaged:
             shutil.copyfile(path, path.with_name("metrics.damaged.jsonl"))
-        write_durably(path, "".join(_json_line(record) for record in kept))
+        write_durably(path, "".join(_json_line(record) for record in usable))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:

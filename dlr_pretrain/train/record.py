@@ -125,8 +125,8 @@ def update_record(run_dir: Path, entries: dict) -> None:
     """Put ``entries`` into ``manifest.json``; None removes an entry."""
     with _writing:
         record = {"identity": {}, "starts": []} | read_record(run_dir) | entries
-        kept = {name: value for name, value in record.items() if value is not None}
-        write_durably(run_dir / MANIFEST, json.dumps(kept, indent=1))
+        present = {name: value for name, value in record.items() if value is not None}
+        write_durably(run_dir / MANIFEST, json.dumps(present, indent=1))
 
 
 def versions() -> dict[str, str]:

@@ -92,7 +92,7 @@ class Run:
 
         self.use_device()
         with explain_out_of_memory(self.cfg, ranks, building=True):
-            model, optimizer = self.build(start)
+            model, optimizer = self.assemble(start)
         with explain_out_of_memory(self.cfg, ranks):
             self.train(model, optimizer, start)
         self.fold(model, optimizer)
@@ -115,7 +115,7 @@ class Run:
         ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, *read))
         self.cfg = resolve_micro_batch(cfg, ranks, self.corpus.vocab_size, self.dir)
 
-    def build(self, start: Start) -> tuple[Llama, Optimizer]:
+    def assemble(self, start: Start) -> tuple[Llama, Optimizer]:
         """Build the model and its optimizer, and describe the run."""
         cfg, ranks, vocab_size = self.cfg, self.ranks, self.corpus.vocab_size
         model = new_model(cfg, ranks, vocab_size, start.folder, initialize=start.checkpoint is None)
@@ -128,7 +128,7 @@ class Run:
 
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""
-        cfg, ranks, corpus, console, found = self.cfg, self.ranks, self.corpus, self.console, start.checkpoint
+        cfg, ranks, corpus, console, checkpoint = self.cfg, self.ranks, self.corpus, self.console, start.checkpoint
         with ExitStack() as opened:
             opened.callback(console.close_line)
             unevaluated = ranks.on_main(lambda: self.open_metrics(opened, start))
@@ -145,8 +145,8 @@ class Run:
             guard = Guard(cfg, ranks, self.stop, saver, console, corpus.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
             opened.enter_context(loop.profiler or nullcontext())
-            if found is not None:
-                loop.resume(found)
+            if checkpoint is not None:
+                loop.resume(checkpoint)
                 loop.unevaluated = unevaluated
             streams = loop.state.streams or None
             loader = TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, streams)
@@ -161,8 +161,10 @@ class Run:
         began = (read_record(self.dir).get("started_from") or {"step": 0})["step"]
         self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step, began))
         if (lost := self.metrics.missing) > 0:
-            of = f"{plural(lost, 'step')} up to step {start.step:,}"
-            self.console.say(f"warning: {self.metrics.path} lacks the records of {of}: it was cut, damaged or deleted")
+            steps = f"{plural(lost, 'step')} up to step {start.step:,}"
+            self.console.say(
+                f"warning: {self.metrics.path} lacks the records of {steps}: it was cut, damaged or deleted"
+            )
         self.sinks.append(self.metrics.write)
         if view := open_view(self.cfg, self.dir, self.console, start.step):
             self.sinks.append(opened.enter_context(view).log)

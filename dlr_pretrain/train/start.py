@@ -55,11 +55,11 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
     All ranks must call this. Raises UserError if the newest checkpoint is of another run.
     """
     if (path := ranks.on_main(lambda: newest_checkpoint(run_dir, say))) is not None:
-        found = checkpoint.load(path, ranks)
-        if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
+        saved = checkpoint.load(path, ranks)
+        if changed := differences(saved.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
             fix = "Move it away, or start a new run from it with run.start_from"
             raise UserError(f"{path} belongs to another run ({describe_differences(changed)}). {fix}")
-        return Start(found, resumes=True)
+        return Start(saved, resumes=True)
     if cfg.run.start_from is not None:
         return start_from(cfg, run_dir, ranks, vocab_size, Path(cfg.run.start_from), say)
     return Start()
@@ -73,17 +73,17 @@ def newest_checkpoint(run_dir: Path, say: Say) -> Path | None:
     """
     root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
     wait_for(lambda: saved in (0, *map(step_of, directories(root))), CHECKPOINT_WAIT)
-    found, damaged = checkpoint.newest(root)
+    newest, damaged = checkpoint.newest(root)
     for directory, damage in damaged.items():
         renamed = directory.rename(root / f"damaged_{directory.name}_{uuid.uuid4().hex[:8]}")
         say(f"warning: passed over {directory}: {damage}. It is now {renamed.name}; delete it if you do not need it")
-    if found is None and saved:
+    if newest is None and saved:
         fix = "Restore it, or move the run directory away to start over"
         raise UserError(f"{root}: no checkpoint, but step {saved:,} was saved. {fix}")
-    if found is not None and step_of(found) < saved:
+    if newest is not None and step_of(newest) < saved:
         lost = f"the last saved checkpoint, of step {saved:,}, is missing"
-        say(f"warning: {root}: {lost}. The steps after {found.name} are trained again")
-    return found
+        say(f"warning: {root}: {lost}. The steps after {newest.name} are trained again")
+    return newest
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ def _named(given: Path, say: Say) -> Path:
         if damage := checkpoint.fault(given):
             raise UserError(f"run.start_from={given}: {damage}. Name another checkpoint")
         return given
-    found, damaged = checkpoint.newest(given / "checkpoints")
+    newest, damaged = checkpoint.newest(given / "checkpoints")
     for directory, damage in damaged.items():
         say(f"warning: passed over {directory}: {damage}")
-    if found is None:
+    if newest is None:
         rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder with model.safetensors"
         raise UserError(f"run.start_from={given}: {rule}")
-    return found
+    return newest
 
 
 def _part_of(saved: Checkpoint, cfg: Config, identity: dict, say: Say) -> Checkpoint:

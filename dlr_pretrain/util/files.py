@@ -135,7 +135,9 @@ def file_system(path: Path) -> str:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return "of unknown type"
-    kinds = {Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), of)): kind for _, of, kind, *_ in mounts}
+    kinds = {
+        Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount)): kind for _, mount, kind, *_ in mounts
+    }
     point = max((point for point in kinds if path.resolve().is_relative_to(point)), key=lambda point: len(point.parts))
     return f"{kinds[point]}, mounted at {point}"
 
@@ -241,12 +243,12 @@ def lock(descriptor: int) -> bool | None:
 def read_json(path: Path, shape: Shape) -> dict:
     """The object in a JSON file. Raises ValueError, which says why, if it does not fit ``shape`` (see ``misfit``)."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if wrong := misfit(found, shape):
+    if wrong := misfit(content, shape):
         raise ValueError(wrong)
-    return found
+    return content
 
 
 def fits(path: Path, shape: Shape) -> bool:
@@ -257,26 +259,26 @@ def fits(path: Path, shape: Shape) -> bool:
     return False
 
 
-def misfit(found: Any, shape: Shape, name: str = "it") -> str:
+def misfit(content: Any, shape: Shape, name: str = "it") -> str:
     """The first difference of ``found``, a value from a JSON file, from ``shape``, in words; empty if it fits.
 
     A shape is a type, a list with the shape of every item, or a dict with the shapes of some entries. An entry whose
     name ends with a question mark may be missing; "*" gives the shape of all entries.
     """
-    if not isinstance(found, type(shape) if isinstance(shape, (dict, list)) else shape):
-        return f"{name} is of type {type(found).__name__}"
+    if not isinstance(content, type(shape) if isinstance(shape, (dict, list)) else shape):
+        return f"{name} is of type {type(content).__name__}"
     parts: list[tuple[str, Any, Shape]] = []
     if isinstance(shape, list):
-        parts = [(f"{name}[{i}]", item, shape[0]) for i, item in enumerate(found)]
+        parts = [(f"{name}[{i}]", item, shape[0]) for i, item in enumerate(content)]
     elif isinstance(shape, dict):
         for key, inside in shape.items():
             if key == "*":
-                parts += [(f"{name}.{own}", value, inside) for own, value in found.items()]
-            elif (own := key.removesuffix("?")) in found:
-                parts.append((own, found[own], inside))
-            elif own == key:
+                parts += [(f"{name}.{inner}", value, inside) for inner, value in content.items()]
+            elif (inner := key.removesuffix("?")) in content:
+                parts.append((inner, content[inner], inside))
+            elif inner == key:
                 return f"{name} has no {key}"
-    return next(filter(None, (misfit(value, inside, own) for own, value, inside in parts)), "")
+    return next(filter(None, (misfit(value, inside, inner) for inner, value, inside in parts)), "")
 
 
 def read_beat(run_dir: Path, rank: int) -> dict:
