@@ -108,7 +108,7 @@ def write_part(
     return path.name, {"sha256": sha256_of(path), "rows": rows}
 
 
-def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
+def commit(folder: Path, parts: Iterable[tuple[str, dict]], state: dict[str, Any], keep: tree.Checkpoints) -> Path:
     """Make ``parts`` and ``state`` a checkpoint, durably, and delete the checkpoints that ``keep`` leaves out."""
     root, final = folder.parent, folder.parent / name_of(state["step"])
     content = {"format": FORMAT, "state": state, "files": dict(parts)}

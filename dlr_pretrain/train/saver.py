@@ -47,7 +47,7 @@ class Saver(AbstractContextManager["Saver"]):
 
     run_dir: Path
     ranks: Ranks
-    keep: tree.Checkpoint
+    keep: tree.Checkpoints
     metrics: MetricsFile | None  # on rank 0 only
     console: Console
     saved: int = 0  # step of the last checkpoint; the same on all ranks after ``wait``

@@ -19,8 +19,8 @@ process.prepare()
 os.kill(os.getpid(), signal.SIGUSR2)
 assert "torch" not in sys.modules
 from dlr_pretrain import cli
-from dlr_pretrain.__main__ import train
-sys.exit(cli.main(train))
+from dlr_pretrain.__main__ import run_and_report
+sys.exit(cli.main(run_and_report))
 """
 
 

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 
-from dlr_pretrain.__main__ import train
+from dlr_pretrain.__main__ import run_and_report
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import saver, start
 from dlr_pretrain.util import process
@@ -47,7 +47,7 @@ def run(
             arm(**layer)
         code = 1
         try:
-            code = command(lambda: train(cfg) and 0)
+            code = command(lambda: run_and_report(cfg) and 0)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         if moment:

@@ -174,11 +174,11 @@ def test_a_failing_report_does_not_fail_the_run(words, tmp_path, no_export, monk
     cfg = load(words(f"run.dir={tmp_path}", "train.steps=2"))
     with monkeypatch.context() as patched:
         patched.setattr("dlr_pretrain.analysis.report.write_report", fails)
-        command.train(cfg)
+        command.run_and_report(cfg)
     said = capsys.readouterr().out
     assert "warning: no report, RuntimeError: no such colour" in said and "export  " in said
     for _ in range(2):
-        command.train(cfg)
+        command.run_and_report(cfg)
         said = capsys.readouterr().out
         assert "is complete" in said and f"report      {tmp_path / 'report.html'}" in said
 

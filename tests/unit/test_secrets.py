@@ -120,7 +120,7 @@ def test_programs_with_secrets_write_none(planted, words, scheduler, tmp_path, c
     run = words("train.steps=4", "eval.every=4", f"run.dir={tmp_path}/runs/a")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *run, *given])  # which the run records
-        __main__.train(load(run))
+        __main__.run_and_report(load(run))
     data = [word for word in run if word.startswith(("data.root", "tokenizer."))]
     assert main_of("report", f"{tmp_path}/runs", *given, "--output", tmp_path / "report") == 0
     assert main_of("prepare_data", "data=c4_local", *data, "--output", tmp_path / "tokens") == 0
