@@ -12,7 +12,7 @@ def main() -> int:
     parser = Parser(
         description="Tables and curves of runs, their numbers, and one self-contained page.",
         epilog="Means are over finished seeds of one configuration. Runs that are unfinished, damaged, duplicated or "
-        "different are named. scripts/reproduce.py shows the paper's tables.",
+        "different are named. dlr-reproduce shows the paper's tables.",
     )
     output = "for report.html, report.md, numbers.csv, tables, figures"
     parser.add_argument("places", nargs="+", metavar="place", help="a run directory, a folder of them, or a glob")

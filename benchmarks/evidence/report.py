@@ -36,9 +36,9 @@ from scipy.stats import ttest_1samp
 
 from benchmarks.protocol import paired
 from dlr_pretrain.analysis.runs import spread
-from dlr_pretrain.analysis.tables import published
 from dlr_pretrain.analysis.tune import LEVEL, compare, estimate
 from dlr_pretrain.util.text import markdown_table
+from scripts.paper.items import published_numbers
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "evidence.md"
@@ -129,7 +129,8 @@ def perplexities(losses: Iterable[float]) -> str:
 
 def paper() -> pd.DataFrame:
     """The perplexities of the paper's Table 1, by method and scale."""
-    return published("table1").pivot(index="method", columns="scale", values="ppl")
+    table = published_numbers().query("item == 'table1' and column == 'ppl'")
+    return table.pivot(index="row", columns="scale", values="value").astype(float)
 
 
 @dataclass

@@ -107,12 +107,11 @@ def _sample(path: Path) -> Iterator[Table]:
 
 
 def write_page(
-    title: str, remarks: Sequence[str], parts: Sequence[Part], command: str, folder: Path, name: str = "report",
-    mark: str = "",
-) -> None:  # fmt: skip
+    title: str, remarks: Sequence[str], parts: Sequence[Part], command: str, folder: Path, name: str = "report"
+) -> None:
     """Write ``<name>.md`` and ``<name>.html`` into ``folder``; the pictures lie in or below it.
 
-    ``remarks`` are what a reader must know first; ``mark`` is a word across the whole page.
+    ``remarks`` are what a reader must know first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     command, remarks = redact(command), [*map(redact, remarks)]
@@ -120,9 +119,12 @@ def write_page(
     sections = [part for part in parts if isinstance(part, Section)]
     links = [f'<li><a href="#{section.name}">{html.escape(section.title)}</a></li>' for section in sections]
     page = template.substitute(
-        title=html.escape(title), remarks=_list(remarks), contents="".join(links), body="\n".join(map(_html, parts)),
-        command=html.escape(command), mark=mark,
-    )  # fmt: skip
+        title=html.escape(title),
+        remarks=_list(remarks),
+        contents="".join(links),
+        body="\n".join(map(_html, parts)),
+        command=html.escape(command),
+    )
     write_durably(folder / f"{name}.html", page)
     texts = [f"# {markdown(title)}", "\n".join(f"* {markdown(remark)}" for remark in remarks)]
     texts += [_link(part, folder) if isinstance(part, Picture) else part.markdown() for part in parts]

@@ -1,4 +1,4 @@
-"""Tables: their formats, those of a report, and the paper's. Cells are text; a missing value shows as –."""
+"""Tables: their formats, and those of a report. Cells are text; a missing value shows as –."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 
 import pandas as pd
 
 from dlr_pretrain.analysis.runs import NONE, Runs, differences_by_seed, differing, digits, ended, spread
-from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.text import amount, markdown, markdown_table, one_line
 
 CONVENTION = (
@@ -177,28 +174,3 @@ def runs_table(found: Runs) -> Table:
         about = "tokens/s is the median, since the last start, of means over 20 steps without evaluation and saving"
         notes = [f"{about}; it includes padding.", *notes]
     return table("runs", "Runs", rows, notes)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The paper's numbers, and our recipes for its methods
-
-
-@cache
-def published(name: str) -> pd.DataFrame:
-    """One of the paper's tables: table1 or measured."""
-    return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
-
-
-def printed(name: str, method: str, scale: str) -> dict | None:
-    """What the table ``name`` prints for a method at a scale, by column; None if it has no such row."""
-    table = published(name)
-    rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
-    return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
-
-
-def recipe(method: str) -> list[str]:
-    """The overrides of our recipe for a method such as cola+dlr: its own experiment, or else ``experiment=paper``."""
-    base, _, residual = method.partition("+")
-    own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
-    words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
-    return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
