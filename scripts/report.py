@@ -24,11 +24,8 @@ def main() -> int:
 def report(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.report import write_reports
 
-    remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
-    for remark in remarks:
-        say(f"note: {remark}", sys.stdout)
-    print(f"report      {given.output / 'report.html'}\nnumbers     {given.output / 'numbers.csv'}")
-    print(f"figures     {given.output / 'figures'}: png, svg, pdf")
+    for line in write_reports(given.places, given.output, shlex.join(["python", *sys.argv])):
+        say(line, sys.stdout)
 
 
 if __name__ == "__main__":

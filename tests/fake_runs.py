@@ -63,6 +63,7 @@ def a_run(
             if at % cfg.eval.every == 0 or at == cfg.train.steps:
                 loss = final if final is not None and at == cfg.train.steps else loss + noise(0.1, 0.02)
                 record |= {"eval/loss": loss, PERPLEXITY: math.exp(loss), CONVENTION: math.exp(0.99 * loss)}
+                record |= {"eval/loss_a": loss, "eval/loss_b": loss + 0.5}
             file.write(record)
     return folder
 

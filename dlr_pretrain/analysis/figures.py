@@ -87,10 +87,14 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
     """Write to ``folder`` the figures for which the runs have numbers."""
     for scale, runs in found.runs[found.runs.step > 0].groupby("scale", sort=False):
         at = Runs(runs, found.metrics[found.metrics.run.isin(runs.run)], [])
-        file = re.sub(r"[^\w.+-]", "_", scale)[:60]
+        file = _as_file(scale)
         for name, column, x, what in FIGURES:
             if at.metrics[[column, x]].notna().all(axis=1).any():
                 yield curves(at, folder, f"{name}_{file}", column, x, f"{scale}: {what}")
+
+
+def _as_file(scale: str) -> str:
+    return re.sub(r"[^\w.+-]", "_", scale)[:60]
 
 
 def draw_run(found: Runs, folder: Path) -> Iterator[Picture]:
@@ -152,27 +156,28 @@ def draw_group(
 # Learning rates
 
 
-def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
-    """Held-out perplexity against the learning rate, as figure ``curve``; nothing if the comparison has one rate."""
-    design = found["design"]
-    if len(design["rates"]) == 1:
+def draw_rates(compared: dict, folder: Path) -> Iterator[Picture]:
+    """Held-out perplexity against the learning rate (see ``choice.py``); nothing if no method has several rates."""
+    ax, trials = axes(), pd.DataFrame(compared["trials"])
+    trials = trials.assign(ppl=lambda frame: np.exp(frame.loss_b.astype(float)))
+    rates = sorted(trials.lr.unique())
+    if all(len(choice["rates"]) == 1 for choice in compared["chosen"].values()):
         return
-    ax, grid = axes(), pd.DataFrame(found["trials"])
-    grid = grid[grid.seed.isin(design["seeds"])].assign(ppl=lambda of: np.exp(of.loss_b.astype(float)))
-    for i, method in enumerate(design["methods"]):
-        of, style = grid[grid.method == method], {"color": COLOURS[i % len(COLOURS)]}
-        means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
-        ax.plot(of.lr, of.ppl, "o", alpha=0.4, markersize=4, **style)
+    for i, (method, choice) in enumerate(compared["chosen"].items()):
+        runs, style = trials[trials.method == method], {"color": COLOURS[i % len(COLOURS)]}
+        runs = runs[runs.seed.isin(choice["seeds"])]
+        means = runs.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
+        ax.plot(runs.lr, runs.ppl, "o", alpha=0.4, markersize=4, **style)
         ax.plot(means.index, means, marker="o", markersize=5, label=method, **style)
-        if (best := found["chosen"][method]["lr"]) is not None:
-            ax.plot(best, means[best], "o", markersize=13, markerfacecolor="none", **style)
-        lost = of.lr[of.state == "diverged"]
+        if choice["lr"] is not None:
+            ax.plot(choice["lr"], means[choice["lr"]], "o", markersize=13, markerfacecolor="none", **style)
+        lost = runs.lr[runs.state == "diverged"]
         ax.plot(lost, [0.98] * len(lost), "x", transform=ax.get_xaxis_transform(), **style)
     ax.set(xscale="log", xlabel="peak learning rate", ylabel="perplexity on held-out text")
-    ax.set_xticks(design["rates"], [f"{lr:g}" for lr in design["rates"]])
+    ax.set_xticks(rates, [f"{lr:g}" for lr in rates])
     ax.set_xticks([], minor=True)
     caption = (
         "Perplexity on held-out text against the learning rate. Faint points are seeds, and lines join means. A ring "
         "marks the rate that the other half chose, a cross a diverged run."
     )
-    yield save(ax, folder, "curve", caption)
+    yield save(ax, folder, f"rates_{_as_file(compared['scale'])}", caption)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import re
 import shlex
 import textwrap
@@ -14,7 +15,8 @@ from string import Template
 
 import pandas as pd
 
-from dlr_pretrain.analysis.figures import Picture, draw, draw_run
+from dlr_pretrain.analysis.choice import choice_table, comparisons
+from dlr_pretrain.analysis.figures import Picture, draw, draw_rates, draw_run
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
 from dlr_pretrain.util.files import claim, read_json, write_durably
@@ -70,20 +72,37 @@ def no_formula(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
-def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
-    """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns the remarks.
+def write_reports(places: Sequence[str | Path], output: Path, command: str) -> list[str]:
+    """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns lines for a terminal.
 
     ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
-    figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run at full precision.
+    figure in the formats of ``figures.IMAGES``, ``numbers.csv`` the numbers of each run at full precision, and
+    ``choice.json`` what ``choice.comparisons`` returns.
     """
     claim(output, "report.py")
     found = read_runs(places)
-    tables = run_tables(found)
+    compared = list(comparisons(found))
+    chosen = [choice_table(compared)] if compared else []
+    tables = [*chosen, *run_tables(found)]
     write_tables(tables, output / "tables")
-    parts = [*tables, *draw(found, output / "figures")]
+    rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
+    parts = [*chosen, *rates, *tables[len(chosen) :], *draw(found, output / "figures")]
     write_page("Pre-training runs", found.remarks, parts, command, output)
     write_csv(found.runs[NUMBERS], output / "numbers.csv")
-    return found.remarks
+    write_durably(output / "choice.json", json.dumps({"command": redact(command), "scales": compared}, indent=1))
+    lines = [f"note: {remark}" for remark in found.remarks] + [one.markdown() for one in chosen]
+    return [*lines, f"report      {output / 'report.html'}", f"numbers     {output / 'numbers.csv'}"]
+
+
+def chosen_runs(output: Path) -> list[str]:
+    """For each method of a report whose rate is chosen, the first run at that rate; none without a report."""
+    if not (output / "choice.json").exists():
+        return []
+    scales = json.loads((output / "choice.json").read_text(encoding="utf-8"))["scales"]
+    return [
+        next(trial["run"] for trial in one["trials"] if (trial["method"], trial["lr"]) == (method, choice["lr"]))
+        for one in scales for method, choice in one["chosen"].items() if choice["lr"] is not None
+    ]  # fmt: skip
 
 
 def write_report(run_dir: Path) -> None:

@@ -116,7 +116,7 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
         metrics.append(updates)
     if not rows:
         raise UserError("no run could be read. " + " ".join(map(one_line, remarks)))
-    runs = _in_groups(pd.DataFrame(rows), remarks)
+    runs = _in_groups(pd.DataFrame(rows).assign(order=range(len(rows))), remarks)
     remarks += _remarks_on(runs)
     return Runs(runs, pd.concat(metrics, ignore_index=True), [*map(one_line, remarks)])
 
@@ -164,6 +164,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "dlr": config["dlr"]["name"],
         "seed": str(seed) if order == Data.seed else f"{seed}/{order}",
         "planned": config["train"]["steps"],
+        "planned_tokens": math.prod(config["train"].get(key, 0) for key in ("steps", "global_batch", "seq_len")),
         "identity": manifest["identity"],
         "start": last,
         "code": {f"{git:.12}{git[40:]}" for git in (str(start.get("git")) for start in trained.values())},
@@ -198,7 +199,8 @@ def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
         "tokens": _as_float(last.get("train/tokens", 0)),
         "skipped": _as_float(last.get("train/skipped")),
     }
-    for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
+    names = {"loss": "loss", "loss_a": "loss_a", "loss_b": "loss_b"}
+    for name, key in (names | {"ppl": "perplexity", "convention": "perplexity_galore"}).items():
         found[name] = math.inf if diverged else _as_float(final.get(f"eval/{key}"))
     return found
 
@@ -215,8 +217,8 @@ def _as_float(value: object) -> float:
 def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     """``runs`` in order and without duplicates, with more columns.
 
-    ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group, and
-    ``pair`` is equal in groups that differ only in DLR.
+    ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group,
+    ``pair`` in groups that differ only in DLR, and ``family`` (a name) in groups that differ only in the learning rate.
     """
     left_out = ("seed", "data.seed", *ORIGIN)
     same = [{key: value for key, value in identity.items() if key not in left_out} for identity in runs.identity]
@@ -227,7 +229,7 @@ def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     for run in runs[duplicated].itertuples():
         remarks.append(f"{run.run} is left out: another run has the same configuration and seed")
     runs = runs[~duplicated]
-    names = runs.method.copy()
+    names, families = runs.method.copy(), runs.method.copy()
     for _, at in runs.groupby("scale"):
         rate = {"train.lr"} & {*differing(at.shared)}  # every label at a scale names a rate that differs there
         for method, of in at.groupby("method"):
@@ -237,7 +239,9 @@ def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
                 short = {key: re.sub(r"^([0-9a-f]{8})[0-9a-f]{56}$", r"\1", str(shared[key]))[:24] for key in keys}
                 apart = [f"{key.removesuffix('.name')}={value}" for key, value in short.items()]
                 names[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
-    runs = runs.assign(label=names, size=runs.groupby("scale").parameters.transform("min"))
+                apart = [text for text in apart if not text.startswith("train.lr=")]
+                families[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
+    runs = runs.assign(label=names, family=families, size=runs.groupby("scale").parameters.transform("min"))
     return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
 
 

@@ -75,7 +75,7 @@ def render(works: Sequence[Work], words: Sequence[str], output: Path, command: s
 
 def documentation() -> str:
     """The text of docs/reproduce.md."""
-    runs = {item: load_each(item.lines()) for item in items()}
+    runs = {name: load_each(item.lines()) for name, item in items().items()}
     hours, listed = hours_of((run for planned in runs.values() for run in planned), GPU), set()
 
     def cells(planned: Sequence[PlannedRun]) -> list[str]:

@@ -20,7 +20,7 @@ MAY_IMPORT = {  # a room, and the rooms whose modules its modules may import
     "optim": {"config", "util"},
     "data": {"config", "util"},
     "deploy": {"models", "config", "data", "util"},
-    "analysis": {"models", "optim", "config", "launch", "util"},
+    "analysis": {"models", "optim", "config", "util"},
     "launch": {"cli", "config", "util"},
     "doctor": {"train", "models", "data", "analysis", "config", "cli", "util"},
     "train": {"models", "optim", "data", "deploy", "config", "util"},

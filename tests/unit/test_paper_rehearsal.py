@@ -17,6 +17,7 @@ import torch
 
 from dlr_pretrain.analysis.runs import NONE
 from dlr_pretrain.config.command_line import key_of
+from dlr_pretrain.launch.local import LOG
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.train.run import run as train_run
 from dlr_pretrain.util.files import new_pool
@@ -86,11 +87,11 @@ def write_documents(folder: Path) -> tuple[str, str]:
 def train(run: PlannedRun) -> None:
     torch.set_num_threads(1)
     run.dir.mkdir(parents=True, exist_ok=True)
-    with open(run.dir / "log", "w") as log, redirect_stdout(log), redirect_stderr(log):
+    with open(run.dir / LOG, "w") as log, redirect_stdout(log), redirect_stderr(log):
         train_run(run.cfg)
 
 
-def train_all(runs, _at_once, _after_each) -> None:
+def train_all(runs, _at_once) -> None:
     """Replaces ``launch.local.train``: in forked processes, which start faster."""
     with new_pool(get_context("fork").Pool, cores()) as pool:
         pool.map(train, runs, chunksize=1)
