@@ -26,8 +26,8 @@ def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
     cfg = load(words, gpus, machine=False)
     from dlr_pretrain.analysis.plan import plan, render  # torch, after the arguments are checked
 
-    found = plan(cfg, gpus, mfu)
-    return json.dumps(found, indent=2) if as_json else render(found)
+    planned = plan(cfg, gpus, mfu)
+    return json.dumps(planned, indent=2) if as_json else render(planned)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ NOTE = (
 )
 
 
-def comparisons(found: Runs) -> Iterator[dict]:
+def comparisons(all_runs: Runs) -> Iterator[dict]:
     """The comparison of the methods at each scale, in the order in which their runs were read: see ``compare``.
 
     Nothing for a scale with a single run configuration, or with evaluations of different text.
     """
-    for scale, runs in found.runs.sort_values("order").groupby("scale", sort=False):
+    for scale, runs in all_runs.runs.sort_values("order").groupby("scale", sort=False):
         if runs.key.nunique() > 1 and not differing_text(runs):
             columns = ["method", "lr", "seed", "run", "state", "planned_tokens", "loss_a", "loss_b"]
             yield {"scale": scale} | compare(runs.assign(method=runs.family)[columns].to_dict("records"))

@@ -80,17 +80,17 @@ def write_reports(places: Sequence[str | Path], output: Path, command: str) -> l
     ``choice.json`` what ``choice.comparisons`` returns.
     """
     claim(output, "report.py")
-    found = read_runs(places)
-    compared = list(comparisons(found))
+    all_runs = read_runs(places)
+    compared = list(comparisons(all_runs))
     chosen = [choice_table(compared)] if compared else []
-    tables = [*chosen, *run_tables(found)]
+    tables = [*chosen, *run_tables(all_runs)]
     write_tables(tables, output / "tables")
     rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
-    parts = [*chosen, *rates, *tables[len(chosen) :], *draw(found, output / "figures")]
-    write_page("Pre-training runs", found.remarks, parts, command, output)
-    write_csv(found.runs[NUMBERS], output / "numbers.csv")
+    parts = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
+    write_page("Pre-training runs", all_runs.remarks, parts, command, output)
+    write_csv(all_runs.runs[NUMBERS], output / "numbers.csv")
     write_durably(output / "choice.json", json.dumps({"command": redact(command), "scales": compared}, indent=1))
-    lines = [f"note: {remark}" for remark in found.remarks] + [one.markdown() for one in chosen]
+    lines = [f"note: {remark}" for remark in all_runs.remarks] + [one.markdown() for one in chosen]
     return [*lines, f"report      {output / 'report.html'}", f"numbers     {output / 'numbers.csv'}"]
 
 
@@ -107,13 +107,13 @@ def chosen_runs(output: Path) -> list[str]:
 
 def write_report(run_dir: Path) -> None:
     """Write ``report.md``, ``report.html`` and ``plots/`` of a run into its directory."""
-    found = read_runs([run_dir])
-    start = found.runs.start.iloc[0]
+    all_runs = read_runs([run_dir])
+    start = all_runs.runs.start.iloc[0]
     files = [{"For": use, "Files": names} for use, names in start.get("files", {}).items()]
-    parts: list[Part] = [headline(found), *_sample(run_dir / "folded" / "sample.json")]
-    parts += draw_run(found, run_dir / "plots")
+    parts: list[Part] = [headline(all_runs), *_sample(run_dir / "folded" / "sample.json")]
+    parts += draw_run(all_runs, run_dir / "plots")
     parts += [table("files", "What was read", files)] if files else []
-    write_page(found.runs["name"].iloc[0], found.remarks, parts, shlex.join(start.get("command", [])), run_dir)
+    write_page(all_runs.runs["name"].iloc[0], all_runs.remarks, parts, shlex.join(start.get("command", [])), run_dir)
 
 
 def _sample(path: Path) -> Iterator[Table]:

@@ -12,7 +12,8 @@ import yaml
 
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
-from tests.conftest import main_of, script
+from scripts import gradient_paths
+from tests.conftest import main_of
 from tests.parity.reference import CPU, VOCAB, r_transposed, small
 
 PATHS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
