@@ -94,23 +94,23 @@ def act(given: argparse.Namespace) -> int:
             words += [f"--{name.replace('_', '-')}", str(value)]
     root = next((word.partition("=")[2] for word in given.overrides if word.startswith("run.root=")), "runs")
     given.output = given.output or Path(root, "paper")
-    works = read_works(given)
+    all_work = read_works(given)
     if not names or not (given.submit or given.local or given.render):
-        show(works, given, words, briefly=not names)
+        show(all_work, given, words, briefly=not names)
         return 0
     if not given.status:
         claim(given.output, "reproduce.py")
     if (given.submit or given.local) and not any(word.startswith("run=") for word in given.overrides):
-        for work in works:
+        for work in all_work:
             given.what = [work.item.name]
             start(work.runs, given)
-        works = read_works(given)
+        all_work = read_works(given)
     sound = True
     if given.local:
-        sound = all(status.state in ("complete", "diverged") for work in works for status in work.statuses)
-        sound = all([*(run_program(one) for work in works for one in work.ready), sound])
+        sound = all(status.state in ("complete", "diverged") for work in all_work for status in work.statuses)
+        sound = all([*(run_program(one) for work in all_work for one in work.ready), sound])
     if not given.submit:
-        render(works, words, given.output, shlex.join(["dlr-reproduce", *sys.argv[1:]]))
+        render(all_work, words, given.output, shlex.join(["dlr-reproduce", *sys.argv[1:]]))
         print(f"page        {given.output / 'reproduce.html'}")
     return 0 if sound else EXIT_FAILED
 
@@ -122,13 +122,13 @@ def read_works(given: argparse.Namespace) -> list[Work]:
     jobs: dict[str, str] = {}
     with suppress(UserError):  # no SLURM here, or none that answers: only --submit needs it
         jobs = {} if given.local else queue()
-    works = []
+    all_work = []
     for item in given.items:
         runs = runs_of(item, given)
         chosen = replace(item, scales=list(dict.fromkeys(run.cfg.scale.name for run in runs)))
         programs = chosen.programs(runs, given.output / item.name, given.sft_data, given.task_data)
-        works.append(Work(chosen, runs, [status_of(run, jobs) for run in runs], list(programs)))
-    return works
+        all_work.append(Work(chosen, runs, [status_of(run, jobs) for run in runs], list(programs)))
+    return all_work
 
 
 def runs_of(item: paper.Item, given: argparse.Namespace) -> list[PlannedRun]:
@@ -140,7 +140,7 @@ def runs_of(item: paper.Item, given: argparse.Namespace) -> list[PlannedRun]:
     return paper.load_each(paper.planned_lines(item, given.overrides), machine=given.local)
 
 
-def show(works: Sequence[Work], given: argparse.Namespace, words: Sequence[str], briefly: bool) -> None:
+def show(all_work: Sequence[Work], given: argparse.Namespace, words: Sequence[str], briefly: bool) -> None:
     """Print the states of the items, what they take, and the next command of each."""
     from dlr_pretrain.models.flops import PEAK_FLOPS
 
@@ -150,8 +150,8 @@ def show(works: Sequence[Work], given: argparse.Namespace, words: Sequence[str],
     if len(named) != 1:
         raise UserError(f"--gpu={given.gpu}: names {len(named)} GPUs. Choose from {', '.join(named or PEAK_FLOPS)}")
     write_to_stderr("counting what the runs take ...")
-    hours = hours_of((run for work in works for run in work.runs), named[0], given.mfu)
-    for work in works:
+    hours = hours_of((run for work in all_work for run in work.runs), named[0], given.mfu)
+    for work in all_work:
         print(f"{work.item.name:<10} {work.item.title}")
         if not briefly:
             for run, status in zip(work.runs, work.statuses, strict=True):

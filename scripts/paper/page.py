@@ -56,13 +56,13 @@ class Work:
         return f"{ONE_GPU} {base} --local" if self.ready else f"{base} --render"
 
 
-def render(works: Sequence[Work], words: Sequence[str], output: Path, command: str) -> None:
+def render(all_work: Sequence[Work], words: Sequence[str], output: Path, command: str) -> None:
     """Write ``reproduce.html`` and ``.md``, tables and figures of the items into ``output``.
 
     ``words`` are those of ``Work.next_command``.
     """
     parts: list[Part] = []
-    for work in works:
+    for work in all_work:
         item, results = work.item, extract.read(work.item, work.runs, work.programs, output / "figures")
         shown = list(extract.show(results))
         lines = [f"next: {work.next_command(words)}", f"state: {work.state()}"]
