@@ -20,7 +20,6 @@ from dlr_pretrain.models.layer import SeededInit
 from dlr_pretrain.models.residual import branch_
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_model, new_optimizer
-from dlr_pretrain.train.trial import random_batch
 from dlr_pretrain.train.update import Update
 
 LR = 1e-3
@@ -129,3 +128,12 @@ def fixed_batch(cfg: Config, ranks: Ranks) -> Batch:
     """A batch of random tokens on the device, the same on every call."""
     batch = random_batch(cfg, ranks, cfg.planned_vocab_size)
     return replace(batch, tokens=ranks.to_device(batch.tokens), lengths=ranks.to_device(batch.lengths))
+
+
+def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
+    """A batch of random tokens for this rank."""
+    rows = cfg.train.global_batch // ranks.world_size
+    generator = torch.Generator().manual_seed(ranks.rank)
+    tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
+    lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
+    return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, 1 if cfg.data.mask_documents else None)  # any id

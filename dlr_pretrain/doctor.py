@@ -36,27 +36,28 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
-from dlr_pretrain.train.corpus import WARNED_UNKNOWN, open_corpus
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.corpus import WARNED_UNKNOWN, Corpus, open_corpus
 from dlr_pretrain.train.guard import StopRequest
-from dlr_pretrain.train.micro_batch import explain_out_of_memory, planned_memory, resolve_micro_batch
+from dlr_pretrain.train.micro_batch import planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks, require_files
-from dlr_pretrain.train.recorded import Recorded
-from dlr_pretrain.train.trial import random_batch, trial_loop
+from dlr_pretrain.train.run import Run
 from dlr_pretrain.util.errors import Parser, UserError, command, first_line
-from dlr_pretrain.util.files import SHARED_MEMORY, file_system, new_pool, require_durable
+from dlr_pretrain.util.files import SHARED_MEMORY, file_system, new_pool, read_metrics, require_durable
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 CONNECT_SECONDS = 10.0  # that a proxy has to accept a connection
+STEPS = 3  # the first compiles, the second records CUDA graphs, which the third replays
 REDUCED = 64 << 20  # bytes of the all-reduce
 LITTLE_SHARED_MEMORY = 1 << 30  # a container of Docker has 64 MB by default
 SLOW_NETWORK = 10e9  # bytes/s of a ring; slower GPUs communicate over sockets
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
+    """The exit code: 0, 1 if a check failed, or that of a UserError."""
     about = "Checks a machine, or under torchrun all ranks, for the run with these overrides. The run is not changed."
     parser = Parser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
     _, words = parser.parse_known_args(argv)
@@ -86,8 +87,8 @@ def sound(words: list[str]) -> bool:
         say("network", *perform(60, partial(network, cfg)))
         say("disk", *perform(60, lambda: in_child(partial(disk, cfg, disk_bytes(cfg, cfg.planned_vocab_size)), 30)))
     try:
-        with Ranks(cfg) as ranks, StopRequest(ranks):
-            checks = RankChecks(cfg, ranks)
+        with Ranks(cfg) as ranks, StopRequest(ranks) as stop:
+            checks = RankChecks(cfg, ranks, stop)
             for name, minutes in (("collectives", 2), ("data", 5), ("step", 15)):  # a step may compile
                 answers = ranks.gather(perform(60 * minutes, getattr(checks, name)))
                 worst = max(range(len(answers)), key=lambda rank: LEVELS.index(answers[rank][0]))
@@ -170,15 +171,19 @@ def limits() -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{soft:,} of {hard:,} open files"
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK):
-        fix = "Start the container with one that can be written, such as docker's --shm-size=8g"
-        raise UserError(f"{text}; {SHARED_MEMORY} cannot be written, and workers need it. {fix}")
+        raise UserError(
+            f"{text}; {SHARED_MEMORY} cannot be written, and workers need it. Start the container with one that can be "
+            "written, such as docker's --shm-size=8g"
+        )
     if world > here and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = socket.gethostname()
         address = socket.gethostbyname(name)
         text += f"; {name} is {address}"
         if address.startswith("127."):
-            fix = "Set GLOO_SOCKET_IFNAME to the network's interface, or correct /etc/hosts"
-            raise UserError(f"{text}: the ranks of other nodes would look for it on their own machine. {fix}")
+            raise UserError(
+                f"{text}: the ranks of other nodes would look for it on their own machine. Set GLOO_SOCKET_IFNAME to "
+                "the network's interface, or correct /etc/hosts"
+            )
     if here > 1 and SHARED_MEMORY.is_dir():
         size = shutil.disk_usage(SHARED_MEMORY).total
         text += f"; {SHARED_MEMORY} of {size / 1e9:.2g} GB"
@@ -204,8 +209,10 @@ def network(cfg: Config) -> str:
             try:
                 socket.create_connection((to.hostname, to.port or 80), CONNECT_SECONDS).close()
             except (OSError, ValueError) as error:
-                fix = "Correct HTTP_PROXY and HTTPS_PROXY, or name hosts without a proxy in NO_PROXY"
-                raise UserError(f"{server.hostname} through {redact(proxy)}: {first_line(error)}. {fix}") from error
+                route = f"{server.hostname} through {redact(proxy)}: {first_line(error)}"
+                raise UserError(
+                    f"{route}. Correct HTTP_PROXY and HTTPS_PROXY, or name hosts without a proxy in NO_PROXY"
+                ) from error
     return ", ".join(f"{host} {route}" for host, route in routes.items()) or "text and tokenizer are on this machine"
 
 
@@ -217,8 +224,7 @@ def disk(cfg: Config, planned: dict[str, int]) -> str:
     free = shutil.disk_usage(place).free
     text = f"{place} ({file_system(place)}): {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
     if free + held < planned["run"]:
-        fix = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
-        raise UserError(f"{text}. {fix}")
+        raise UserError(f"{text}. Set run.root to another disk, or keep less (checkpoint.keep_last, keep_every)")
     return f"{text}, each checkpoint {planned['checkpoint'] / 1e9:.2g} GB"
 
 
@@ -260,9 +266,9 @@ def all_reduce(address: str, rank: int, world: int, device: torch.device) -> str
 class RankChecks:
     """What a run does first: all-reduce, text, step. All ranks must make all checks, in this order."""
 
-    def __init__(self, cfg: Config, ranks: Ranks):
-        self.cfg, self.ranks = cfg, ranks
-        self.vocab_size = cfg.planned_vocab_size  # until ``data`` has opened the tokenizer
+    def __init__(self, cfg: Config, ranks: Ranks, stop: StopRequest):
+        self.cfg, self.ranks, self.stop = cfg, ranks, stop
+        self.corpus: Corpus | None = None  # until ``data`` has opened it
 
     def collectives(self) -> str:
         """An all-reduce, in a child process of each rank because NCCL may hang."""
@@ -278,62 +284,64 @@ class RankChecks:
     def data(self) -> str:
         """The text of the run, and the beginning of this rank's first batch."""
         cfg, ranks = self.cfg, self.ranks
-        corpus = open_corpus(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
-        self.vocab_size = corpus.vocab_size
+        self.corpus = corpus = open_corpus(cfg, Path(str(cfg.run.dir)), ranks, print)
         with closing(TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, None)) as batches:
             batch = next(batches)
         sample = " ".join(corpus.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
-        found = f'{corpus.source.describe()}, vocabulary {corpus.tokenizer.vocab_size:,}; first batch: "{sample}..."'
-        found += "".join(f"; {label}: {files}" for label, files in corpus.source.contents.items())
-        if corpus.source.remark:
-            raise UserWarning(f"{found}. {corpus.source.remark}")
+        text = f'{corpus.source.describe()}, vocabulary {corpus.tokenizer.vocab_size:,}; first batch: "{sample}..."'
+        text += "".join(f"; {label}: {files}" for label, files in corpus.source.contents.items())
         if corpus.unknown > WARNED_UNKNOWN:
             share = f"{corpus.unknown:.0%} of it is unknown to the tokenizer"
-            raise UserWarning(f"{found}. {share}: look at tokenizer.path")
-        return found
+            raise UserWarning(f"{text}. {share}: look at tokenizer.path")
+        return text
 
     def step(self) -> str:
-        """Three updates of at most two micro-batches, and their checkpoint, written beside the run and read back.
-
-        The first update compiles, and the second records CUDA graphs, which the third replays.
-        """
-        ranks, vocab_size = self.ranks, self.vocab_size
+        """A run of ``STEPS`` updates in a folder beside the run's, to its folded model, which is deleted."""
+        ranks, corpus = self.ranks, self.corpus
+        if not all(ranks.gather(corpus is not None)):
+            raise UserWarning("not checked: it needs the text of the run")
         ranks.use_device()
         parent = _existing(Path(str(self.cfg.run.dir)).absolute().parent)
         temporary = partial(tempfile.TemporaryDirectory, prefix=".doctor_", dir=parent, ignore_cleanup_errors=True)
-        losses, times = [], []
-        with ExitStack() as kept:
-            scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
-            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, scratch)
-            rows = cfg.micro_batch(ranks.world_size)
-            few = min(2, cfg.train.global_batch // ranks.world_size // rows)
-            short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
-            kept.enter_context(explain_out_of_memory(short, ranks))
-            with explain_out_of_memory(short, ranks, building=True):
-                loop = trial_loop(short, ranks, vocab_size, scratch)
-            batch = random_batch(short, ranks, vocab_size)
-            for index in range(3):
-                losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
-                times.append(time.perf_counter())
-            loop.state.step = 3
-            with loop.saver:
-                loop.saver.check_disk(disk_bytes(short, vocab_size)["checkpoint"])
-                loop.save(final=True)
-            times.append(time.perf_counter())
+        with ExitStack() as opened:
+            scratch = Path(ranks.on_main(lambda: opened.enter_context(temporary())))
+            cfg = short(resolve_micro_batch(self.cfg, ranks, corpus.vocab_size, scratch), ranks.world_size, scratch)
+            validation, few = corpus.validation, 2 * ranks.world_size  # sequences
+            rows = {"tokens": validation.tokens[:few], "lengths": validation.lengths[:few]}
+            corpus = replace(corpus, validation=replace(validation, **rows))
+            run = Run(cfg, scratch, ranks, self.stop, Console(cfg, enabled=False), corpus)
+            run.complete()
+            ended = time.time()
+            *_, before, last = first, *_ = ranks.on_main(lambda: read_metrics(scratch / "metrics.jsonl"))
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # verifies it
-            graphs = loop.update.compute if isinstance(loop.update.compute, Recorded) else None
-            loop.update.close()
-        *_, second, third, saved = times
-        planned = planned_memory(short, vocab_size, ranks.world_size)
-        text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {third - second:.2f} s, loss {losses[0]:.2f}, planned "
-        text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - third:.1f} s, and sound"
-        if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model's may exceed it by 0.9
+        rows, planned = cfg.micro_batch(ranks.world_size), planned_memory(cfg, corpus.vocab_size, ranks.world_size)
+        loss, seconds = first["train/loss"], last["time"] - before["time"]
+        text = f"{cfg.train.global_batch // ranks.world_size // rows} x {rows} x {cfg.train.seq_len} tokens in "
+        text += f"{seconds:.2f} s, loss {loss:.2f}, planned {planned / 1e9:.2g} GB; a checkpoint and the folded model "
+        text += f"written in {ended - last['time']:.1f} s, and sound"
+        if not abs(loss - math.log(corpus.vocab_size)) < 2:  # a new model's may exceed it by 0.9
             raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
-        if graphs is not None and graphs.failure is not None:
-            raise UserWarning(f"{text}. Without CUDA graphs: {graphs.failure}")
+        if run.update is not None and run.update.without_graphs is not None:
+            raise UserWarning(f"{text}. Without CUDA graphs: {run.update.without_graphs}")
         if ranks.device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
             text += f"; peak {peak / 1e9:.2g} GB"
             if peak > min(0.95 * total, 1.1 * planned):
                 raise UserWarning(f"{text}. Use a smaller train.micro_batch")
         return text
+
+
+def short(cfg: Config, world_size: int, folder: Path) -> Config:
+    """The run ``cfg`` with ``STEPS`` updates in ``folder``, from the seed, with a smaller batch of the same streams."""
+    each, whole = world_size * cfg.micro_batch(world_size), cfg.train.global_batch
+    batch = math.lcm(cfg.num_streams, each)
+    batch = 2 * batch if batch == each < whole else batch  # several micro-batches if the run has several
+    train = {"steps": STEPS, "warmup_steps": 0, "stop_after": None, "global_batch": batch}
+    return replace(
+        cfg,
+        train=replace(cfg.train, **train, micro_batch=cfg.micro_batch(world_size)),
+        data=replace(cfg.data, streams=cfg.num_streams),
+        run=replace(cfg.run, dir=str(folder), start_from=None),
+        logger=replace(cfg.logger, view="jsonl"),
+        profile=replace(cfg.profile, enabled=False),
+    )

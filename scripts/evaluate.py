@@ -44,11 +44,11 @@ def run(given: argparse.Namespace) -> None:
     tasks = zero_shot.load_tasks(given.tasks, given.data)
     how = {"max_length": given.context, "batch_size": given.batch_size}
     for folder in given.folders:
-        found = zero_shot.evaluate(folder, tasks, given.as_in_paper, given.limit, **how)
-        if found is None:  # a rank other than the first
+        scores = zero_shot.evaluate(folder, tasks, given.as_in_paper, given.limit, **how)
+        if scores is None:  # a rank other than the first
             continue
-        report["checkpoints"].append({"folder": str(folder), **found})
-        report |= {"context_length": found["context_length"], "dtype": found["dtype"]}
+        report["checkpoints"].append({"folder": str(folder), **scores})
+        report |= {"context_length": scores["context_length"], "dtype": scores["dtype"]}
         report["tasks"], report["average"] = zero_shot.combine([each["tasks"] for each in report["checkpoints"]])
         if given.output:  # after each folder, because a later one may fail
             given.output.parent.mkdir(parents=True, exist_ok=True)

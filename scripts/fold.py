@@ -42,22 +42,22 @@ def fold(given: argparse.Namespace) -> None:
 
     if damage := fault(checkpoint):
         raise UserError(f"{checkpoint}: {damage}. Name another checkpoint")
-    found = load(checkpoint)
-    tensors = {name: stored.whole() for name, stored in found.model.items()}
+    saved = load(checkpoint)
+    tensors = {name: stored.whole() for name, stored in saved.model.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = given.tokens
     if tokens is None:
         tokens = 50_000 if device.type == "cpu" else 10**12  # all that the run was evaluated on
     how = (getattr(torch, given.dtype or "", None), given.dense, tokens, device)
-    report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
+    report = fold_checkpoint(run, tensors, facts(run, saved.state), output, *how)
     print("\n".join([*report, f"{'written':<29} {output}"]))
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:
     """What the folder's README says about the checkpoint: its step, tokens, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
-    own = next((line for line in reversed(read_metrics(run / "metrics.jsonl")) if line["step"] == record["step"]), {})
-    return record | {name: value for name, value in own.items() if name.startswith("eval/")}
+    line = next((one for one in reversed(read_metrics(run / "metrics.jsonl")) if one["step"] == record["step"]), {})
+    return record | {name: value for name, value in line.items() if name.startswith("eval/")}
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
     cfg = parse(read_config(folder))
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or not cfg.dlr.train_b:
         raise UserError(f"{folder}: dlr={cfg.dlr.name} lacks B or the residual as a path. Name a run with dlr=on")
-    found = sorted(directories(folder / "checkpoints")[: 1 if checkpoints == "last" else None])
-    if not found:
+    saved = sorted(directories(folder / "checkpoints")[: 1 if checkpoints == "last" else None])
+    if not saved:
         raise UserError(f"{folder}: has no checkpoint. Name a run that has saved one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = validation_of(folder, cfg, sequences * cfg.train.seq_len)
@@ -49,7 +49,7 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
     last, rows = cfg.scale.num_layers - 1, []
     names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]  # the paper's
     names = list(dict.fromkeys(names))  # in a model of one or two blocks some are the same
-    for checkpoint in found:
+    for checkpoint in saved:
         if damage := fault(checkpoint):
             raise UserError(f"{checkpoint}: {damage}. Move it away")
         state = {name: stored.whole() for name, stored in load(checkpoint).model.items()}
@@ -76,8 +76,8 @@ def measure(
     bs = {name: model.get_parameter(name).detach() for name in entries(model, dlr)}
     residuals = {name: torch.zeros_like(b) for name, b in bs.items()}
     add_(residuals if learned is None else residuals | {ALPHA: learned}, model, dlr)
-    own = [split(model, tensors) for tensors in (bs, residuals)]
-    matrices = {name: [of[f"model.layers.{name}.b.weight"] for of in own] for name in names}
+    both = [split(model, tensors) for tensors in (bs, residuals)]
+    matrices = {name: [side[f"model.layers.{name}.b.weight"] for side in both] for name in names}
     branch_(model, dlr, learned)
     outputs: dict[str, Tensor] = {}
     for path, layer in named_layers(model):
@@ -94,18 +94,18 @@ def measure(
                 document = documents[0] if documents else torch.zeros_like(ids)
                 counts &= document.diff(dim=1, prepend=document[:, :1] - 1) == 0
             paths[name].append(torch.stack([g[counts] @ matrix for matrix in matrices[name]]).double())
-    found = {}
+    results = {}
     for name, (b, residual) in matrices.items():
         u, v = torch.cat(paths[name], dim=1)
         through_b, through_residual = u.norm(dim=-1), v.norm(dim=-1)
         means = {"through_b": through_b.mean().item(), "through_residual": through_residual.mean().item()}
-        found[name] = means | {
+        results[name] = means | {
             "rho": means["through_residual"] / means["through_b"],
             "rho_mean": (through_residual / through_b).mean().item(),
             "cosine": torch.cosine_similarity(u, v, eps=0).mean().item(),
             "isotropic": (residual.norm() / b.norm()).item(),
         }
-    return found
+    return results
 
 
 def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
@@ -113,9 +113,9 @@ def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
     expand = layer.expand
 
     def recorded(z: Tensor) -> Tensor:
-        found = expand(z).unbind(0)
-        outputs.update(zip(names, found, strict=True))
-        return torch.stack(found)
+        separate = expand(z).unbind(0)
+        outputs.update(zip(names, separate, strict=True))
+        return torch.stack(separate)
 
     layer.expand = recorded
 

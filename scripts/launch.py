@@ -94,10 +94,10 @@ def end_with_workers(asked: set[int], begun: threading.Event) -> None:
         unreaped = workers()
         for pid in unreaped:
             with suppress(ChildProcessError):
-                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None:
-                    status = found.si_status
-                    ended.setdefault(pid, status if found.si_code == os.CLD_EXITED else -status)
+                ending = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ending is not None:
+                    status = ending.si_status
+                    ended.setdefault(pid, status if ending.si_code == os.CLD_EXITED else -status)
         if not unreaped or any(pid not in ended for pid in unreaped):
             since = time.monotonic()
         elif time.monotonic() - since > GRACE:
@@ -117,8 +117,8 @@ def exit_code(ended: int, asked: set[int]) -> int:
 
 def workers() -> list[int]:
     """The child processes of this one (Linux)."""
-    own = os.getpid()
-    return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+    pid = os.getpid()
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 if __name__ == "__main__":

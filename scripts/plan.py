@@ -18,12 +18,7 @@ def main() -> int:
     add("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     add("--mfu", type=share, metavar="SHARE", help=mfu)
     add("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
-    add("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
-    if given.table1:
-        if words or given.gpus or given.mfu:
-            parser.error("--table1 shows the recipes as they stand: only --json goes with it")
-        return command(lambda: print(table1(given.json)))
     return command(lambda: print(one(words, given.gpus or 1, given.mfu, given.json)))
 
 
@@ -31,15 +26,8 @@ def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
     cfg = load(words, gpus, machine=False)
     from dlr_pretrain.analysis.plan import plan, render  # torch, after the arguments are checked
 
-    found = plan(cfg, gpus, mfu)
-    return json.dumps(found, indent=2) if as_json else render(found)
-
-
-def table1(as_json: bool) -> str:
-    from dlr_pretrain.analysis.plan import beside_table1
-
-    found = beside_table1(lambda words: load(list(words), machine=False))
-    return found.to_json(orient="records", indent=2) if as_json else found.to_string(index=False)
+    planned = plan(cfg, gpus, mfu)
+    return json.dumps(planned, indent=2) if as_json else render(planned)
 
 
 if __name__ == "__main__":

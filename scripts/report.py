@@ -12,7 +12,7 @@ def main() -> int:
     parser = Parser(
         description="Tables and curves of runs, their numbers, and one self-contained page.",
         epilog="Means are over finished seeds of one configuration. Runs that are unfinished, damaged, duplicated or "
-        "different are named. scripts/reproduce.py shows the paper's tables.",
+        "different are named. dlr-reproduce shows the paper's tables.",
     )
     output = "for report.html, report.md, numbers.csv, tables, figures"
     parser.add_argument("places", nargs="+", metavar="place", help="a run directory, a folder of them, or a glob")
@@ -24,11 +24,8 @@ def main() -> int:
 def report(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.report import write_reports
 
-    remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
-    for remark in remarks:
-        say(f"note: {remark}", sys.stdout)
-    print(f"report      {given.output / 'report.html'}\nnumbers     {given.output / 'numbers.csv'}")
-    print(f"figures     {given.output / 'figures'}: png, svg, pdf")
+    for line in write_reports(given.places, given.output, shlex.join(["python", *sys.argv])):
+        say(line, sys.stdout)
 
 
 if __name__ == "__main__":

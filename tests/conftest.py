@@ -144,20 +144,12 @@ def train(words):
     return run_in
 
 
-def script(name: str):
-    """The module of ``scripts/<name>.py``."""
-    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main_of(name: str, *words: object) -> int:
     """The exit code of ``scripts/<name>.py``, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"scripts/{name}.py", *map(str, words)])
         try:
-            return script(name).main()
+            return importlib.import_module(f"scripts.{name}").main()
         except SystemExit as ended:  # argparse's
             return ended.code
 

@@ -3,10 +3,10 @@
     python -m benchmarks.evidence.collect runs/evidence/pairs runs/evidence/pairs.jsonl.gz
     python -m benchmarks.evidence.collect runs/evidence/cost runs/evidence/cost.jsonl.gz
 
-The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/tune.py``, or runs, or results of
+The folder holds comparisons, each a folder with the ``choice.json`` of a report, or runs, or results of
 ``python -m benchmarks step --json``. Every line of the table is JSON:
 
-    comparison, shared, command, design, trials     trials: method, lr, seed, and the name of the run
+    comparison, shared, command, trials     shared: the overrides of all its runs; trials: method, lr, seed, name of run
     run, starts, commits, hours, config, fingerprints, metrics
 
 ``starts`` has the command, commit, machine and versions of each start; ``commits`` are those that made updates;
@@ -20,6 +20,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -36,19 +37,22 @@ FOLDERS = re.compile(r"(?<!\S)/\S*/")  # an absolute path up to its last name
 def comparisons(folder: Path) -> Iterator[dict]:
     """Yields the line of each comparison in ``folder``, then those of their runs. Exits if a run has not finished."""
     runs: dict[str, dict] = {}
-    for path in sorted(folder.glob("*/tune.json")):
-        found = json.loads(path.read_text())
+    for path in sorted(folder.glob("*/choice.json")):
+        report = json.loads(path.read_text())
+        (compared,) = report["scales"]
         trials = []
-        for trial in found["trials"]:
+        for trial in compared["trials"]:
             place = Path(trial["run"])
-            if trial["state"] != "complete":
+            if trial["state"] != "finished":
                 sys.exit(f"error: {path}: {place} has not finished. Rerun the command of the comparison first")
             if place.name not in runs:
                 runs[place.name] = packed(place)
             if (loss := runs[place.name]["metrics"]["eval/loss_b"][-1]) != trial["loss_b"]:
                 sys.exit(f"error: {path}: {place} has a loss of {loss}, but the comparison has {trial['loss_b']}")
-            trials.append({key: trial[key] for key in ("method", "lr", "seed")} | {"run": place.name})
-        about = {key: found[key] for key in ("shared", "command", "design")}
+            trials.append({"method": trial["method"], "lr": trial["lr"], "seed": int(trial["seed"]), "run": place.name})
+        first, *others = (runs[trial["run"]]["starts"][-1]["command"][1:] for trial in trials)
+        shared = shlex.join(word for word in first if all(word in other for other in others))
+        about = {"shared": shared, "command": report["command"]}
         yield {"comparison": path.parent.name} | about | {"trials": trials}
     runs |= {path.parent.name: packed(path.parent) for path in folder.glob("*/metrics.jsonl")}  # the piece `smoke`
     yield from (runs[name] for name in sorted(runs))

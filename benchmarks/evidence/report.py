@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
@@ -35,10 +34,10 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from scipy.stats import ttest_1samp
 
 from benchmarks.protocol import paired
+from dlr_pretrain.analysis.choice import LEVEL, compare, estimate
 from dlr_pretrain.analysis.runs import spread
-from dlr_pretrain.analysis.tables import published
-from dlr_pretrain.analysis.tune import LEVEL, compare, estimate
 from dlr_pretrain.util.text import markdown_table
+from scripts.paper.items import published_numbers
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "evidence.md"
@@ -49,7 +48,7 @@ LONGER = {"": "", "train.steps=4000": ", 16.4M tokens", "scale.hidden_size=256":
 
 
 class Comparison:
-    """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/tune.py``."""
+    """Methods at one or several rates; see ``analysis/choice.py``."""
 
     def __init__(self, line: dict, runs: dict[str, dict]):
         self.words = shlex.split(line["shared"])
@@ -57,17 +56,16 @@ class Comparison:
         for trial in line["trials"]:
             metrics = runs[trial["run"]]["metrics"]
             last = {f"loss_{half}": metrics[f"eval/loss_{half}"][-1] for half in "ab"}
-            trials.append(trial | {"state": "complete"} | last)
-        self.design = SimpleNamespace(**line["design"])
-        self.found = compare(line["design"], trials)
-        self.trials = pd.DataFrame(self.found["trials"])
-        self.chosen = self.found["chosen"]
-        self.effects = {c["method"]: c for c in self.found["comparisons"] if c["better"]}
+            trials.append(trial | {"state": "finished"} | last)
+        self.trials = pd.DataFrame(trials)
+        compared = compare(trials)
+        self.chosen, self.methods = compared["chosen"], list(compared["chosen"])
+        self.effects = {c["method"]: c for c in compared["comparisons"] if c["better"]}
 
     def grid(self, method: str) -> pd.Series:
         """The losses of a method on half B with the seeds of the grid, by rate."""
         t = self.trials
-        return t[(t.method == method) & t.seed.isin(self.design.seeds)].set_index("lr").loss_b
+        return t[(t.method == method) & t.seed.isin(self.chosen[method]["seeds"])].set_index("lr").loss_b
 
     def held_out(self, method: str) -> list[float]:
         return list(self.chosen[method]["losses"].values())
@@ -129,7 +127,8 @@ def perplexities(losses: Iterable[float]) -> str:
 
 def paper() -> pd.DataFrame:
     """The perplexities of the paper's Table 1, by method and scale."""
-    return published("table1").pivot(index="method", columns="scale", values="ppl")
+    table = published_numbers().query("item == 'table1' and column == 'ppl'")
+    return table.pivot(index="row", columns="scale", values="value").astype(float)
 
 
 @dataclass
@@ -160,14 +159,14 @@ def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
     """Every comparison of a backbone with and without DLR: (comparison, setting, difference)."""
     found = []
     for name, setting in (("pairs", "best rate"), ("paper", "rate")):
-        own = {c.design.methods[0]: c for c in read(folder / f"{name}.jsonl.gz").comparisons}
+        own = {c.methods[0]: c for c in read(folder / f"{name}.jsonl.gz").comparisons}
         for backbone in BACKBONES:
             rates = dict.fromkeys(choice["lr"] for choice in own[backbone].chosen.values())  # first without DLR
             words = f"{setting}{'s' * (len(rates) > 1)} {' and '.join(map('{:g}'.format, rates))}"
             found.append((own[backbone], words, own[backbone].effects[f"{backbone}+dlr"]))
     piece = read(folder / "longer.jsonl.gz")
     for c, words in zip(piece.comparisons, piece.settings(), strict=True):
-        rate, more = c.design.rates[0], LONGER[words.partition(" ")[0]]
+        rate, more = c.chosen["cola"]["rates"][0], LONGER[words.partition(" ")[0]]
         if more or rate != 0.01:  # the rest are in `paper`: three of its five seeds
             found.append((c, f"rate {rate:g}{more}", c.effects["cola+dlr"]))
     comparisons, settings, effects = zip(*found, strict=True)
@@ -178,10 +177,10 @@ def differences(piece: Piece) -> Table:
     """Every comparison of a backbone with and without DLR, in one table."""
     rows, found = [], headline(piece.folder)
     for c, setting, d in found:
-        means = [f"{np.exp(c.held_out(method)).mean():.1f}" for method in c.design.methods]
+        means = [f"{np.exp(c.held_out(method)).mean():.1f}" for method in c.methods]
         mean, interval, p, better = cells(d)
         shown = "none" if better == "none shown" else "better" if better.endswith("+dlr") else "worse"
-        rows.append([c.design.methods[0], setting, *means, mean, interval, p, shown])
+        rows.append([c.methods[0], setting, *means, mean, interval, p, shown])
     header = ["Backbone", "Setting", "PPL", "with DLR", "Difference", "Interval", "p", "Shown"]
     note = (
         "PPL is the mean perplexity over seeds; the difference is between losses. Where seeds scatter, as at 0.01, it "
@@ -239,7 +238,7 @@ def paths(piece: Piece) -> Table:
 
 
 def tune_rates(piece: Piece) -> Table:
-    rates = sorted({lr for c in piece.comparisons for lr in c.design.rates})
+    rates = sorted({lr for c in piece.comparisons for lr in c.trials.lr})
     rows = [
         [setting, method, *(perplexities(c.grid(method)[[lr]]) for lr in rates)]
         for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
@@ -284,8 +283,8 @@ def tune_effect(piece: Piece) -> Table:
 def smoke(piece: Piece) -> Table:
     """The difference of ``lost`` at update 250, and the interval that ``pairs`` predicts for it at that update."""
     pairs = read(HERE / "pairs.jsonl.gz")
-    (lost,) = (c for c in pairs.comparisons if c.design.methods[0] == "lost")
-    of = lost.trials[lost.trials.seed.isin(lost.design.fresh)]
+    (lost,) = (c for c in pairs.comparisons if c.methods[0] == "lost")
+    of = lost.trials[lost.trials.seed.isin(lost.chosen["lost"]["losses"])]
     there = dlr_at_250({t.seed: [pairs.runs[r] for r in of[of.seed == t.seed].run] for t in of.itertuples()})
     seeds = sorted({run["config"]["seed"] for run in piece.runs.values()})
     here = dlr_at_250({seed: [r for r in piece.runs.values() if r["config"]["seed"] == seed] for seed in seeds})
@@ -366,7 +365,7 @@ def draw_differences(piece: Piece) -> Figure:
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     ax = figure.subplots()
     for y, (c, _, d) in enumerate(found):
-        colour = COLOURS[c.design.methods[0]]
+        colour = COLOURS[c.methods[0]]
         ax.plot([max(d["low"], -EDGE), min(d["high"], EDGE)], [y, y], color=colour, linewidth=1.8)
         for end, marker in ((d["low"], "<"), (d["high"], ">")):
             ax.plot(np.clip(end, -EDGE, EDGE), y, marker if abs(end) > EDGE else "|", color=colour, markersize=7)
@@ -375,9 +374,9 @@ def draw_differences(piece: Piece) -> Figure:
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
     for y in (4.5, 9.5):
         ax.axhline(y, color="#cccccc", linewidth=0.8)
-    ax.set_yticks(range(len(found)), [f"{c.design.methods[0]}, {setting}" for c, setting, _ in found])
+    ax.set_yticks(range(len(found)), [f"{c.methods[0]}, {setting}" for c, setting, _ in found])
     for label, (c, _, _) in zip(ax.get_yticklabels(), found, strict=True):
-        label.set_color(COLOURS[c.design.methods[0]])
+        label.set_color(COLOURS[c.methods[0]])
     ax.set(xlim=(-1.05 * EDGE, 1.05 * EDGE), ylim=(len(found) - 0.5, -0.5))
     ax.set_xlabel("loss with DLR minus loss without, nats/token\n(left of 0: better with DLR)")
     ax.grid(axis="x", alpha=0.25)
@@ -389,9 +388,9 @@ def draw_rates(piece: Piece) -> Figure:
     """Perplexity against learning rate, by backbone: dashed without DLR, solid with it, a ring at the chosen rate."""
     figure = Figure(figsize=(10, 3.4), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(BACKBONES), sharex=True, sharey=True)
-    own = {c.design.methods[0]: c for c in piece.comparisons}
+    own = {c.methods[0]: c for c in piece.comparisons}
     for backbone, ax in zip(BACKBONES, axes, strict=True):
-        for method, style in zip(own[backbone].design.methods, ("--", "-"), strict=True):
+        for method, style in zip(own[backbone].methods, ("--", "-"), strict=True):
             losses = np.exp(own[backbone].grid(method))
             best = own[backbone].chosen[method]["lr"]
             ax.plot(losses, style, color=COLOURS[backbone], marker=".", label=method)

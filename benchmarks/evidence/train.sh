@@ -47,10 +47,10 @@ seeds=42,43,44
 more=42,43,44,45,46
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-tune() { # name of the comparison, words of tune.py
+tune() { # name of the comparison, words of submit.py
   local output=$root/$piece/$1
   shift
-  "$python" scripts/tune.py "${given[@]}" --local --limit "${JOBS:-1}" --output "$output" "$@"
+  "$python" slurm/submit.py "${given[@]}" --local --limit "${JOBS:-1}" --report "$output" "$@"
 }
 
 each() { # name of the comparison, rate, overrides of each method besides backbone=cola

@@ -83,31 +83,35 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
 # Curves
 
 
-def draw(found: Runs, folder: Path) -> Iterator[Picture]:
+def draw(all_runs: Runs, folder: Path) -> Iterator[Picture]:
     """Write to ``folder`` the figures for which the runs have numbers."""
-    for scale, runs in found.runs[found.runs.step > 0].groupby("scale", sort=False):
-        at = Runs(runs, found.metrics[found.metrics.run.isin(runs.run)], [])
-        file = re.sub(r"[^\w.+-]", "_", scale)[:60]
+    for scale, runs in all_runs.runs[all_runs.runs.step > 0].groupby("scale", sort=False):
+        of_scale = Runs(runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], [])
+        file = _as_file(scale)
         for name, column, x, what in FIGURES:
-            if at.metrics[[column, x]].notna().all(axis=1).any():
-                yield curves(at, folder, f"{name}_{file}", column, x, f"{scale}: {what}")
+            if of_scale.metrics[[column, x]].notna().all(axis=1).any():
+                yield curves(of_scale, folder, f"{name}_{file}", column, x, f"{scale}: {what}")
 
 
-def draw_run(found: Runs, folder: Path) -> Iterator[Picture]:
+def _as_file(scale: str) -> str:
+    return re.sub(r"[^\w.+-]", "_", scale)[:60]
+
+
+def draw_run(all_runs: Runs, folder: Path) -> Iterator[Picture]:
     """Write the figures of a single run. Each metric that the user has added has its own."""
-    own = [(re.sub(r"\W+", "_", name), name, name) for name in found.metrics if name not in SHOWN]
-    for name, column, what in (*OF_ONE_RUN, *own):
-        if name == "loss" or (column in found.metrics and found.metrics[column].notna().any()):
-            yield curves(found, folder, name, column, "train/tokens", what)
+    added = [(re.sub(r"\W+", "_", name), name, name) for name in all_runs.metrics if name not in SHOWN]
+    for name, column, what in (*OF_ONE_RUN, *added):
+        if name == "loss" or (column in all_runs.metrics and all_runs.metrics[column].notna().any()):
+            yield curves(all_runs, folder, name, column, "train/tokens", what)
 
 
-def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
+def curves(all_runs: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
     """Draw a line for each group, dashed if it has DLR, and thin lines for unfinished runs."""
     ax, hues = axes(), {}
-    for group, of in at.groups():  # groups that differ only in DLR have one hue
+    for group, runs in all_runs.groups():  # groups that differ only in DLR have one hue
         colour = COLOURS[hues.setdefault(group.pair, len(hues)) % len(COLOURS)]
-        line = "-" if group.dlr == "off" or len(at.runs) == 1 else "--"
-        draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, colour, line)
+        line = "-" if group.dlr == "off" or len(all_runs.runs) == 1 else "--"
+        draw_group(ax, runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], column, x, colour, line)
     late = np.concatenate([[], *(line.get_ydata()[len(line.get_ydata()) // 20 :] for line in ax.get_lines())])
     if len(late):  # without the first losses, which would flatten the curves
         room = 0.04 * np.ptp(late) or 0.1
@@ -115,32 +119,34 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
     ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
     ax.set(xlabel=LABELS[x], ylabel=LABELS.get(column, column))
     ax.set_title(caption, fontsize=10, loc="left")
-    if len(at.runs) == 1:
+    if len(all_runs.runs) == 1:
         return save(ax, folder, name, "")
-    told = "means over finished seeds ± their standard deviation; dashed lines have DLR. A line ends where a seed has"
-    return save(ax, folder, name, f"{caption}: {told} diverged; unfinished runs are thin.")
+    means = "means over finished seeds ± their standard deviation; dashed lines have DLR"
+    return save(
+        ax, folder, name, f"{caption}: {means}. A line ends where a seed has diverged; unfinished runs are thin."
+    )
 
 
 def draw_group(
-    ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple, line: str = "-"
+    ax: Axes, group: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple, line: str = "-"
 ) -> None:
     """Draw a group: mean and band, unfinished runs, evaluations."""
-    last = spread(ended(of).ppl) if len(ended(of)) else "unfinished"
-    label = textwrap.fill(f"{of.label.iloc[0]}: {last}", 44)
+    last = spread(ended(group).ppl) if len(ended(group)) else "unfinished"
+    label = textwrap.fill(f"{group.label.iloc[0]}: {last}", 44)
     label = f" {label}" if label.startswith("_") else label  # matplotlib would leave it out of the legend
-    wide, at = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
+    wide, places = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
     if column.startswith("eval/"):
         wide, mark = wide.dropna(how="all"), "o"
     else:
         wide, mark = wide.rolling(max(1, len(wide) // 50), center=True, min_periods=1).median().where(wide.notna()), ""
-    both = [run for run in ended(of).run if run in wide]
+    both = [run for run in ended(group).run if run in wide]
     alone = [[run] for run in wide if run not in both]
     for runs in filter(None, [both, *alone]):
         lines = wide[runs].dropna()
         lines = lines.iloc[:: max(1, len(lines) // POINTS)]
         mean, std, width = lines.mean(axis=1), lines.std(axis=1), 1.6 if runs is both else 0.6
-        ax.plot(at[mean.index], mean, line, color=colour, linewidth=width, marker=mark, markersize=4, label=label)
-        ax.fill_between(at[mean.index], mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(places[mean.index], mean, line, color=colour, linewidth=width, marker=mark, markersize=4, label=label)
+        ax.fill_between(places[mean.index], mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
         label = None
     if column == "train/loss":
         evaluated = metrics.dropna(subset="eval/loss")
@@ -152,27 +158,28 @@ def draw_group(
 # Learning rates
 
 
-def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
-    """Held-out perplexity against the learning rate, as figure ``curve``; nothing if the comparison has one rate."""
-    design = found["design"]
-    if len(design["rates"]) == 1:
+def draw_rates(compared: dict, folder: Path) -> Iterator[Picture]:
+    """Held-out perplexity against the learning rate (see ``choice.py``); nothing if no method has several rates."""
+    ax, trials = axes(), pd.DataFrame(compared["trials"])
+    trials = trials.assign(ppl=lambda frame: np.exp(frame.loss_b.astype(float)))
+    rates = sorted(trials.lr.unique())
+    if all(len(choice["rates"]) == 1 for choice in compared["chosen"].values()):
         return
-    ax, grid = axes(), pd.DataFrame(found["trials"])
-    grid = grid[grid.seed.isin(design["seeds"])].assign(ppl=lambda of: np.exp(of.loss_b.astype(float)))
-    for i, method in enumerate(design["methods"]):
-        of, style = grid[grid.method == method], {"color": COLOURS[i % len(COLOURS)]}
-        means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
-        ax.plot(of.lr, of.ppl, "o", alpha=0.4, markersize=4, **style)
+    for i, (method, choice) in enumerate(compared["chosen"].items()):
+        runs, style = trials[trials.method == method], {"color": COLOURS[i % len(COLOURS)]}
+        runs = runs[runs.seed.isin(choice["seeds"])]
+        means = runs.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
+        ax.plot(runs.lr, runs.ppl, "o", alpha=0.4, markersize=4, **style)
         ax.plot(means.index, means, marker="o", markersize=5, label=method, **style)
-        if (best := found["chosen"][method]["lr"]) is not None:
-            ax.plot(best, means[best], "o", markersize=13, markerfacecolor="none", **style)
-        lost = of.lr[of.state == "diverged"]
+        if choice["lr"] is not None:
+            ax.plot(choice["lr"], means[choice["lr"]], "o", markersize=13, markerfacecolor="none", **style)
+        lost = runs.lr[runs.state == "diverged"]
         ax.plot(lost, [0.98] * len(lost), "x", transform=ax.get_xaxis_transform(), **style)
     ax.set(xscale="log", xlabel="peak learning rate", ylabel="perplexity on held-out text")
-    ax.set_xticks(design["rates"], [f"{lr:g}" for lr in design["rates"]])
+    ax.set_xticks(rates, [f"{lr:g}" for lr in rates])
     ax.set_xticks([], minor=True)
     caption = (
         "Perplexity on held-out text against the learning rate. Faint points are seeds, and lines join means. A ring "
         "marks the rate that the other half chose, a cross a diverged run."
     )
-    yield save(ax, folder, "curve", caption)
+    yield save(ax, folder, f"rates_{_as_file(compared['scale'])}", caption)

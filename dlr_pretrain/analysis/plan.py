@@ -16,28 +16,20 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     evaluations       count; tokens of each at most; share (of the FLOPs of training, forward alone, without padding)
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
                       which a GPU waits for others, on top of hours; null in fp32
-    paper             what the paper prints for this method at this scale (or null). table1: its memory is an estimate
-                      of weights and optimizer state only. measured: memory of one GPU, compiled, with micro_batch
-                      sequences, and tokens/s on 32 H100
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import torch
 
-from dlr_pretrain.analysis.runs import method_name
-from dlr_pretrain.analysis.tables import printed, published, recipe
-from dlr_pretrain.config import Config, identity
+from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import GPUS_A_NODE
-from dlr_pretrain.launch.runs import map_on_cores
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
@@ -87,7 +79,6 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
     tokens, evaluations = cfg.train.steps * positions, -(-cfg.train.steps // cfg.eval.every)
     flops = flops_per_token(cfg, vocab_size, micro_batch)
     shares = dict.fromkeys(utilisations(cfg, flops, ranks)) if mfu is None else [mfu]
-    method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups, text = ("scale", "backbone", "dlr", "optimizer", "precision"), cfg.data.root or cfg.data.source
     return {
         "run": {group: getattr(cfg, group).name for group in groups} | {"data": text, "dir": cfg.run.dir},
@@ -116,7 +107,6 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
             "share": evaluations * cfg.eval.tokens / (3 * tokens),
         },
         "speed": _speed(cfg, vocab_size, ranks, flops, shares),
-        "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
 
 
@@ -141,60 +131,6 @@ def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = parameters(cfg, vocab_size)["folded"] * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
-
-
-@dataclass(frozen=True)
-class Size:
-    """What a run takes: FLOPs per position, millions of trained parameters, GB of weights and optimizer state without
-    padding, and bytes on the disk."""
-
-    flops: float
-    trained: float
-    state: float
-    disk: int
-
-
-_SIZES: dict[str, Size] = {}
-
-
-def sizes(configs: Iterable[Config]) -> list[Size]:
-    """The size of each configuration. Equal models are counted once, on all cores."""
-    kept = ("scale.", "backbone.", "optimizer.", "precision.", "train.s", "dlr.learn_alpha", "dlr.train_b")
-    keyed = []
-    for cfg in configs:
-        model = {key: value for key, value in identity(cfg).items() if key.startswith(kept)}
-        keyed.append((json.dumps([model, cfg.micro_batch(1), vars(cfg.checkpoint)]), cfg))
-    due = {key: cfg for key, cfg in keyed if key not in _SIZES}
-    _SIZES.update(zip(due, map_on_cores(_size, list(due.values()), fewest=4), strict=True))
-    return [_SIZES[key] for key, _ in keyed]
-
-
-def _size(cfg: Config) -> Size:
-    vocabulary = cfg.planned_vocab_size
-    return Size(
-        flops_per_token(cfg, vocabulary, cfg.micro_batch(1)),
-        parameters(cfg, vocabulary)["trainable"] / 1e6,
-        state_and_moments(cfg, vocabulary, alignment=1) / 1e9,
-        disk_bytes(cfg, vocabulary)["run"],
-    )
-
-
-def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
-    """Parameters (millions) and memory (GB) of our recipes beside each row of the paper's Table 1.
-
-    Memory is that of weights and optimizer state, without padding. ``configure`` composes a configuration from
-    overrides.
-    """
-    found = published("table1")
-    ours = sizes(configure([f"scale={row.scale}", *recipe(row.method)]) for row in found.itertuples())
-    return pd.DataFrame({
-        "method": found.method,
-        "scale": found.scale,
-        "parameters (M)": [round(size.trained) for size in ours],
-        "paper (M)": found.params_m.round().astype(int),
-        "memory (GB)": [round(size.state, 2) for size in ours],
-        "paper (GB)": found.mem_gb,
-    })  # fmt: skip
 
 
 def _speed(cfg: Config, vocab_size: int, gpus: int, flops: float, shares: Iterable[float]) -> dict | None:
@@ -298,11 +234,3 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
             share = e["waiting"] * e["tokens_per_second"] / batch["positions"]
             waiting = f"  +{share:.0%} waiting" if share >= 0.005 else ""
             yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {_time(e['hours']):>16}{waiting}"
-    if paper := p["paper"]["measured"]:
-        held = f"{paper['memory_gb']:.2f} GB per GPU with micro-batches of {paper['micro_batch']}, compiled"
-        fast = f"; {paper['tokens_per_s_32xh100']:,.0f} tokens/s on 32 H100s" if "tokens_per_s_32xh100" in paper else ""
-        yield "measured", f"by the paper, for {paper['method']}: {held}{fast}"
-    if paper := p["paper"]["table1"]:
-        memory = f"{paper['mem_gb']:.2f} GB (weights and optimizer alone)"
-        said = f"{paper['params_m']:.0f}M parameters, {memory}, {paper['tokens_b']:g}B tokens"
-        yield "Table 1", f"of the paper, for {paper['method']}: {said}"

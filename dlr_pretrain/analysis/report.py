@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import re
 import shlex
 import textwrap
@@ -14,7 +15,8 @@ from string import Template
 
 import pandas as pd
 
-from dlr_pretrain.analysis.figures import Picture, draw, draw_run
+from dlr_pretrain.analysis.choice import choice_table, comparisons
+from dlr_pretrain.analysis.figures import Picture, draw, draw_rates, draw_run
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
 from dlr_pretrain.util.files import claim, read_json, write_durably
@@ -70,31 +72,48 @@ def no_formula(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
-def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
-    """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns the remarks.
+def write_reports(places: Sequence[str | Path], output: Path, command: str) -> list[str]:
+    """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns lines for a terminal.
 
     ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
-    figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run at full precision.
+    figure in the formats of ``figures.IMAGES``, ``numbers.csv`` the numbers of each run at full precision, and
+    ``choice.json`` what ``choice.comparisons`` returns.
     """
     claim(output, "report.py")
-    found = read_runs(places)
-    tables = run_tables(found)
+    all_runs = read_runs(places)
+    compared = list(comparisons(all_runs))
+    chosen = [choice_table(compared)] if compared else []
+    tables = [*chosen, *run_tables(all_runs)]
     write_tables(tables, output / "tables")
-    parts = [*tables, *draw(found, output / "figures")]
-    write_page("Pre-training runs", found.remarks, parts, command, output)
-    write_csv(found.runs[NUMBERS], output / "numbers.csv")
-    return found.remarks
+    rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
+    parts = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
+    write_page("Pre-training runs", all_runs.remarks, parts, command, output)
+    write_csv(all_runs.runs[NUMBERS], output / "numbers.csv")
+    write_durably(output / "choice.json", json.dumps({"command": redact(command), "scales": compared}, indent=1))
+    lines = [f"note: {remark}" for remark in all_runs.remarks] + [one.markdown() for one in chosen]
+    return [*lines, f"report      {output / 'report.html'}", f"numbers     {output / 'numbers.csv'}"]
+
+
+def chosen_runs(output: Path) -> list[str]:
+    """For each method of a report whose rate is chosen, the first run at that rate; none without a report."""
+    if not (output / "choice.json").exists():
+        return []
+    scales = json.loads((output / "choice.json").read_text(encoding="utf-8"))["scales"]
+    return [
+        next(trial["run"] for trial in one["trials"] if (trial["method"], trial["lr"]) == (method, choice["lr"]))
+        for one in scales for method, choice in one["chosen"].items() if choice["lr"] is not None
+    ]  # fmt: skip
 
 
 def write_report(run_dir: Path) -> None:
     """Write ``report.md``, ``report.html`` and ``plots/`` of a run into its directory."""
-    found = read_runs([run_dir])
-    start = found.runs.start.iloc[0]
+    all_runs = read_runs([run_dir])
+    start = all_runs.runs.start.iloc[0]
     files = [{"For": use, "Files": names} for use, names in start.get("files", {}).items()]
-    parts: list[Part] = [headline(found), *_sample(run_dir / "folded" / "sample.json")]
-    parts += draw_run(found, run_dir / "plots")
+    parts: list[Part] = [headline(all_runs), *_sample(run_dir / "folded" / "sample.json")]
+    parts += draw_run(all_runs, run_dir / "plots")
     parts += [table("files", "What was read", files)] if files else []
-    write_page(found.runs["name"].iloc[0], found.remarks, parts, shlex.join(start.get("command", [])), run_dir)
+    write_page(all_runs.runs["name"].iloc[0], all_runs.remarks, parts, shlex.join(start.get("command", [])), run_dir)
 
 
 def _sample(path: Path) -> Iterator[Table]:
@@ -107,12 +126,11 @@ def _sample(path: Path) -> Iterator[Table]:
 
 
 def write_page(
-    title: str, remarks: Sequence[str], parts: Sequence[Part], command: str, folder: Path, name: str = "report",
-    mark: str = "",
-) -> None:  # fmt: skip
+    title: str, remarks: Sequence[str], parts: Sequence[Part], command: str, folder: Path, name: str = "report"
+) -> None:
     """Write ``<name>.md`` and ``<name>.html`` into ``folder``; the pictures lie in or below it.
 
-    ``remarks`` are what a reader must know first; ``mark`` is a word across the whole page.
+    ``remarks`` are what a reader must know first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     command, remarks = redact(command), [*map(redact, remarks)]
@@ -120,9 +138,12 @@ def write_page(
     sections = [part for part in parts if isinstance(part, Section)]
     links = [f'<li><a href="#{section.name}">{html.escape(section.title)}</a></li>' for section in sections]
     page = template.substitute(
-        title=html.escape(title), remarks=_list(remarks), contents="".join(links), body="\n".join(map(_html, parts)),
-        command=html.escape(command), mark=mark,
-    )  # fmt: skip
+        title=html.escape(title),
+        remarks=_list(remarks),
+        contents="".join(links),
+        body="\n".join(map(_html, parts)),
+        command=html.escape(command),
+    )
     write_durably(folder / f"{name}.html", page)
     texts = [f"# {markdown(title)}", "\n".join(f"* {markdown(remark)}" for remark in remarks)]
     texts += [_link(part, folder) if isinstance(part, Picture) else part.markdown() for part in parts]

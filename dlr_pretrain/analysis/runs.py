@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dlr_pretrain.config.identity import ORIGIN
+from dlr_pretrain.config.identity import ORIGIN, TEXT
 from dlr_pretrain.config.run_folder import read_config, read_record
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.util.errors import UserError
@@ -27,7 +27,6 @@ NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # papers name these methods by t
 METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "perf/tokens_per_second", "perf/mfu",
            "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
-TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
 NONE = "–"  # what a table shows for a missing value
 LARGEST_METRIC = 1e30  # above that a number is damaged, and no figure can show it
 CONFIG: Shape = {
@@ -58,18 +57,18 @@ def spread(values: Iterable[float], spec: str = ",.2f") -> str:
     Infinite values stand for diverged runs. They are counted instead, because no mean may leave them out. If there are
     no values, or one is missing, the text is –.
     """
-    found = np.array(list(values), dtype=float)
-    if not len(found) or np.isnan(found).any():
+    numbers = np.array(list(values), dtype=float)
+    if not len(numbers) or np.isnan(numbers).any():
         return NONE
-    if diverged := np.isinf(found).sum():
-        return f"{diverged} of {len(found)} diverged"
-    deviation = f" ± {found.std(ddof=1):{spec.lstrip('+')}}" if len(found) > 1 else ""
-    return f"{found.mean():{spec}}{deviation} ({len(found)})"
+    if diverged := np.isinf(numbers).sum():
+        return f"{diverged} of {len(numbers)} diverged"
+    deviation = f" ± {numbers.std(ddof=1):{spec.lstrip('+')}}" if len(numbers) > 1 else ""
+    return f"{numbers.mean():{spec}}{deviation} ({len(numbers)})"
 
 
-def ended(of: pd.DataFrame) -> pd.DataFrame:
+def ended(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs that take part in means: those that have finished or diverged."""
-    return of[of.state != "unfinished"]
+    return runs[runs.state != "unfinished"]
 
 
 def differences_by_seed(a: pd.Series, b: pd.Series) -> list[float]:
@@ -96,7 +95,7 @@ class Runs:
 
     def groups(self) -> list[tuple[pd.Series, pd.DataFrame]]:
         """For each group its first run, to read what all share, and all its runs, in the order of scale and name."""
-        return [(of.iloc[0], of) for _, of in self.runs.groupby("key", sort=False)]
+        return [(runs.iloc[0], runs) for _, runs in self.runs.groupby("key", sort=False)]
 
 
 def read_runs(places: Sequence[str | Path]) -> Runs:
@@ -117,22 +116,23 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
         metrics.append(updates)
     if not rows:
         raise UserError("no run could be read. " + " ".join(map(one_line, remarks)))
-    runs = _in_groups(pd.DataFrame(rows), remarks)
+    runs = _in_groups(pd.DataFrame(rows).assign(order=range(len(rows))), remarks)
     remarks += _remarks_on(runs)
     return Runs(runs, pd.concat(metrics, ignore_index=True), [*map(one_line, remarks)])
 
 
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     """The run directories in ``places``, each once."""
-    found: dict[Path, Path] = {}
+    folders: dict[Path, Path] = {}
     for place in map(str, places):
         tops = [place] if Path(place).exists() else sorted(glob(place))
-        own = [path for top in tops for up in ("", "*/", "*/*/") for path in sorted(Path(top).glob(f"{up}config.yaml"))]
-        for path in own:
-            found.setdefault(path.parent.resolve(), path.parent)
-        if not own:
+        patterns = ("config.yaml", "*/config.yaml", "*/*/config.yaml")
+        configs = [path for top in tops for pattern in patterns for path in sorted(Path(top).glob(pattern))]
+        for path in configs:
+            folders.setdefault(path.parent.resolve(), path.parent)
+        if not configs:
             remarks.append(f"{place}: no run directory there (a run directory has a config.yaml)")
-    return list(found.values())
+    return list(folders.values())
 
 
 def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
@@ -153,7 +153,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     metrics["flops"] = metrics["train/tokens"] * _as_float(manifest.get("flops_per_token"))
 
     began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest["starts"]}
-    trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
+    trained = {moment: start for moment, start in began.items() if moment <= metrics.time.max()} or began or {0.0: {}}
     recent = metrics[metrics.time >= max(trained)]  # since the last start that trained rather than only exported
     last = trained[max(trained)]
     seed, order = config["seed"], config["data"]["seed"]
@@ -165,6 +165,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "dlr": config["dlr"]["name"],
         "seed": str(seed) if order == Data.seed else f"{seed}/{order}",
         "planned": config["train"]["steps"],
+        "planned_tokens": math.prod(config["train"].get(key, 0) for key in ("steps", "global_batch", "seq_len")),
         "identity": manifest["identity"],
         "start": last,
         "code": {f"{git:.12}{git[40:]}" for git in (str(start.get("git")) for start in trained.values())},
@@ -172,7 +173,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "lr": _as_float(manifest["identity"].get("train.lr")),
         "parameters": _as_float(manifest.get("parameters")),
         "flops": metrics.flops.max(),
-        "seconds": sum(_lasted(metrics.time, at, began) for at in trained),
+        "seconds": sum(_lasted(metrics.time, moment, began) for moment in trained),
         "speed": recent["perf/tokens_per_second"].median(),
         "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
@@ -183,9 +184,9 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
 
 def _lasted(times: pd.Series, start: float, starts: Iterable[float]) -> float:
     """Seconds from ``start`` to its last update, before the next of ``starts``."""
-    ends = min((at for at in starts if at > start), default=math.inf)
-    of = times[(times >= start) & (times < ends)]
-    return of.max() - start if len(of) else 0.0
+    ends = min((moment for moment in starts if moment > start), default=math.inf)
+    within = times[(times >= start) & (times < ends)]
+    return within.max() - start if len(within) else 0.0
 
 
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
@@ -193,15 +194,16 @@ def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
     last = records[-1] if records else {"step": 0}
     final = next((r for r in reversed(records) if "eval/loss" in r and r["step"] >= planned), {})
     diverged = manifest.get("state", {}).get("name") == "diverged" or (final and final["eval/loss"] is None)
-    found = {
+    progress = {
         "state": "diverged" if diverged else "finished" if final else "unfinished",
         "step": int(_as_float(last["step"])),
         "tokens": _as_float(last.get("train/tokens", 0)),
         "skipped": _as_float(last.get("train/skipped")),
     }
-    for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
-        found[name] = math.inf if diverged else _as_float(final.get(f"eval/{key}"))
-    return found
+    names = {"loss": "loss", "loss_a": "loss_a", "loss_b": "loss_b"}
+    for name, key in (names | {"ppl": "perplexity", "convention": "perplexity_galore"}).items():
+        progress[name] = math.inf if diverged else _as_float(final.get(f"eval/{key}"))
+    return progress
 
 
 def _as_float(value: object) -> float:
@@ -216,8 +218,8 @@ def _as_float(value: object) -> float:
 def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     """``runs`` in order and without duplicates, with more columns.
 
-    ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group, and
-    ``pair`` is equal in groups that differ only in DLR.
+    ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group,
+    ``pair`` in groups that differ only in DLR, and ``family`` (a name) in groups that differ only in the learning rate.
     """
     left_out = ("seed", "data.seed", *ORIGIN)
     same = [{key: value for key, value in identity.items() if key not in left_out} for identity in runs.identity]
@@ -228,17 +230,19 @@ def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     for run in runs[duplicated].itertuples():
         remarks.append(f"{run.run} is left out: another run has the same configuration and seed")
     runs = runs[~duplicated]
-    names = runs.method.copy()
-    for _, at in runs.groupby("scale"):
-        rate = {"train.lr"} & {*differing(at.shared)}  # every label at a scale names a rate that differs there
-        for method, of in at.groupby("method"):
-            own = differing(of.shared)
-            for i, shared in of.shared.items():
-                keys = [key for key in dict.fromkeys([*own, *rate]) if key in shared]
+    names, families = runs.method.copy(), runs.method.copy()
+    for _, of_scale in runs.groupby("scale"):
+        rate = {"train.lr"} & {*differing(of_scale.shared)}  # every label at a scale names a rate that differs there
+        for method, of_method in of_scale.groupby("method"):
+            keys_apart = differing(of_method.shared)
+            for i, shared in of_method.shared.items():
+                keys = [key for key in dict.fromkeys([*keys_apart, *rate]) if key in shared]
                 short = {key: re.sub(r"^([0-9a-f]{8})[0-9a-f]{56}$", r"\1", str(shared[key]))[:24] for key in keys}
                 apart = [f"{key.removesuffix('.name')}={value}" for key, value in short.items()]
                 names[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
-    runs = runs.assign(label=names, size=runs.groupby("scale").parameters.transform("min"))
+                apart = [text for text in apart if not text.startswith("train.lr=")]
+                families[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
+    runs = runs.assign(label=names, family=families, size=runs.groupby("scale").parameters.transform("min"))
     return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
 
 
@@ -265,11 +269,11 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
             yield f"{run['name']} diverged after step {run['step']:,}: it counts as infinite in means"
         if run["skipped"] > 0:
             yield f"{run['name']} has skipped {run['skipped']:,.0f} updates that were not finite"
-    for (scale, label), of in runs.groupby(["scale", "label"], sort=False):
-        if len(codes := set().union(*of.code)) > 1:
+    for (scale, label), group in runs.groupby(["scale", "label"], sort=False):
+        if len(codes := set().union(*group.code)) > 1:
             yield f"{label} at {scale} was trained by different code: {', '.join(sorted(codes))}"
-    for scale, of in runs.groupby("scale", sort=False):
-        if keys := ", ".join(differing_text(of)):
+    for scale, group in runs.groupby("scale", sort=False):
+        if keys := ", ".join(differing_text(group)):
             yield f"evaluations at {scale} are not all of the same text ({keys}): their losses cannot be compared"
 
 

@@ -1,4 +1,4 @@
-"""Tables: their formats, those of a report, and the paper's. Cells are text; a missing value shows as –."""
+"""Tables: their formats, and those of a report. Cells are text; a missing value shows as –."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 
 import pandas as pd
 
 from dlr_pretrain.analysis.runs import NONE, Runs, differences_by_seed, differing, digits, ended, spread
-from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.text import amount, markdown, markdown_table, one_line
 
 CONVENTION = (
@@ -70,15 +67,15 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
 # Of runs
 
 
-def run_tables(found: Runs) -> list[Table]:
+def run_tables(all_runs: Runs) -> list[Table]:
     """All tables of runs, the most important ones first."""
-    return [*pairs_table(found), groups_table(found), *settings_table(found), runs_table(found)]
+    return [*pairs_table(all_runs), groups_table(all_runs), *settings_table(all_runs), runs_table(all_runs)]
 
 
-def headline(found: Runs) -> Table:
+def headline(all_runs: Runs) -> Table:
     """The result of a single run, and what it took."""
-    run = found.runs.iloc[0]
-    told = {
+    run = all_runs.runs.iloc[0]
+    results = {
         "Model": f"{run.scale}, {run.label}, {_amount(run.parameters, 3)} parameters, {run.shared['precision.name']}",
         "Text": run.start.get("text", NONE),
         "Updates": f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens",
@@ -90,32 +87,32 @@ def headline(found: Runs) -> Table:
         "MFU": digits(run.mfu, ".1%"),
         "Memory": NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak of a rank",
     }
-    rows = [{"": name, "Result": value} for name, value in told.items() if value != NONE]
+    rows = [{"": name, "Result": value} for name, value in results.items() if value != NONE]
     notes = ["The evaluation is of validation text after the last update, in nats per token."]
-    return table("headline", "Result", rows, notes + _about_convention(found))
+    return table("headline", "Result", rows, notes + _about_convention(all_runs))
 
 
-def groups_table(found: Runs) -> Table:
+def groups_table(all_runs: Runs) -> Table:
     """A row for each group: its setting, cost and results. The best at a scale is first, and bold if it has rivals."""
 
     def place(pair: tuple[pd.Series, pd.DataFrame]) -> tuple:
         mean = ended(pair[1]).ppl.mean()  # infinite if a run diverged
         return pair[0]["size"], pair[0].scale, math.inf if math.isnan(mean) else mean
 
-    rows, order, best = [], sorted(found.groups(), key=place), {}
+    rows, order, best = [], sorted(all_runs.groups(), key=place), {}
     rivals = Counter(group.scale for group, _ in order)
-    for group, of in order:
-        ppl = spread(ended(of).ppl)
+    for group, runs in order:
+        ppl = spread(ended(runs).ppl)
         is_best = best.setdefault(group.scale, group.key) == group.key
         rows.append({
             "Scale": group.scale,
             "Method": group.label,
-            "Seeds": ", ".join(of.seed[of.state == "finished"]),
+            "Seeds": ", ".join(runs.seed[runs.state == "finished"]),
             "PPL": f"**{ppl}**" if is_best and rivals[group.scale] > 1 and ppl[0].isdigit() else ppl,
-            "PPL (convention)": spread(ended(of).convention),
-            "Tokens": _amount(of.tokens.max()),
-            "Parameters": _amount(of.parameters.max()),
-            "FLOPs": digits(of.flops.max(), ".2e"),
+            "PPL (convention)": spread(ended(runs).convention),
+            "Tokens": _amount(runs.tokens.max()),
+            "Parameters": _amount(runs.parameters.max()),
+            "FLOPs": digits(runs.flops.max(), ".2e"),
             "Precision": group.shared["precision.name"],
             "Packing": group.shared["data.packing"],
             "lr": digits(group.lr, "g"),
@@ -123,33 +120,33 @@ def groups_table(found: Runs) -> Table:
     note = (
         "Mean ± standard deviation (seeds). The best at a scale is bold. Tokens include padding, up to the last update."
     )
-    return table("groups", "What was trained", rows, [note, *_about_convention(found)])
+    return table("groups", "What was trained", rows, [note, *_about_convention(all_runs)])
 
 
-def _about_convention(found: Runs) -> list[str]:
-    return [CONVENTION] if found.runs.convention.notna().any() else []
+def _about_convention(all_runs: Runs) -> list[str]:
+    return [CONVENTION] if all_runs.runs.convention.notna().any() else []
 
 
 def _amount(value: float, places: int = 4) -> str:
     return NONE if pd.isna(value) else amount(value, places)
 
 
-def settings_table(found: Runs) -> Iterator[Table]:
+def settings_table(all_runs: Runs) -> Iterator[Table]:
     """The keys in which groups differ, with the values of each; nothing for a single group."""
-    settings = {f"{group.scale} {group.label}": group.shared for group, _ in found.groups()}
+    settings = {f"{group.scale} {group.label}": group.shared for group, _ in all_runs.groups()}
     if keys := differing(settings.values()):
-        rows = [{"Key": key} | {name: str(of.get(key, NONE)) for name, of in settings.items()} for key in keys]
+        rows = [{"Key": key} | {name: str(shared.get(key, NONE)) for name, shared in settings.items()} for key in keys]
         yield table("settings", "What differs", rows)
 
 
-def pairs_table(found: Runs) -> Iterator[Table]:
+def pairs_table(all_runs: Runs) -> Iterator[Table]:
     """The differences between runs with and without DLR, by backbone and seed; nothing if no backbone has both."""
-    plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
+    plain = {group.pair: runs for group, runs in all_runs.groups() if group.dlr == "off"}
     rows, notes = [], ["Differences are between runs with the same seed: mean ± standard deviation."]
-    for group, of in found.groups():
+    for group, runs in all_runs.groups():
         if group.dlr != "on" or group.pair not in plain:
             continue
-        without, with_dlr = (ended(runs).set_index("seed") for runs in (plain[group.pair], of))
+        without, with_dlr = (ended(side).set_index("seed") for side in (plain[group.pair], runs))
         rows.append({
             "Scale": group.scale,
             "Backbone": group.label.replace("+dlr", "", 1),
@@ -164,41 +161,16 @@ def pairs_table(found: Runs) -> Iterator[Table]:
         yield table("pairs", "DLR by backbone: what it changes", rows, notes)
 
 
-def runs_table(found: Runs) -> Table:
+def runs_table(all_runs: Runs) -> Table:
     """Each run: its progress, and what it took."""
     rows = [
         {"Run": run.folder, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
          "Loss": digits(run.loss, ".4f"), "PPL": digits(run.ppl, ",.2f"), "tokens/s": digits(run.speed, ",.0f"),
          "MFU": digits(run.mfu, ".3f"), "GB a rank": digits(run.memory, ".2f"), "Machine": run.machine}
-        for run in found.runs.rename(columns={"name": "folder"}).itertuples()
+        for run in all_runs.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
     notes = ["Memory is the peak of a rank. Compare speed and memory only on the same machine."]
-    if found.runs.speed.notna().any():
+    if all_runs.runs.speed.notna().any():
         about = "tokens/s is the median, since the last start, of means over 20 steps without evaluation and saving"
         notes = [f"{about}; it includes padding.", *notes]
     return table("runs", "Runs", rows, notes)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The paper's numbers, and our recipes for its methods
-
-
-@cache
-def published(name: str) -> pd.DataFrame:
-    """One of the paper's tables: table1 or measured."""
-    return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
-
-
-def printed(name: str, method: str, scale: str) -> dict | None:
-    """What the table ``name`` prints for a method at a scale, by column; None if it has no such row."""
-    table = published(name)
-    rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
-    return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
-
-
-def recipe(method: str) -> list[str]:
-    """The overrides of our recipe for a method such as cola+dlr: its own experiment, or else ``experiment=paper``."""
-    base, _, residual = method.partition("+")
-    own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
-    words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
-    return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words

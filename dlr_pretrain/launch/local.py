@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.runs import PlannedRun
@@ -19,11 +19,10 @@ TRAIN = ("-m", "dlr_pretrain")
 LOG = "local.log"  # in the run directory
 
 
-def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], None]) -> None:
-    """Train ``runs``, ``at_once`` at a time. Print how each has ended, then call ``after_each``.
+def train(runs: Sequence[PlannedRun], at_once: int) -> None:
+    """Train ``runs``, ``at_once`` at a time, and print how each has ended.
 
-    After a signal, wait until the running ones have saved, and raise Stopped. If ``after_each`` raises, the running
-    ones are asked to stop.
+    After a signal, wait until the running ones have saved, and raise Stopped.
     """
     waiting, slots, asked = list(runs), list(range(at_once)), []
     running: dict[subprocess.Popen, tuple[PlannedRun, int]] = {}
@@ -47,7 +46,6 @@ def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], Non
                 done = len(runs) - len(waiting) - len(running)
                 failed = f" (exit code {process.returncode}: see {run.dir / LOG})" if process.returncode else ""
                 print(f"{done}/{len(runs)}  {run.dir.name}: {status_of(run, {})}{failed}", flush=True)
-                after_each()
             time.sleep(0.05)
         if asked:
             raise Stopped("asked to stop; what had begun is saved. The same command continues")

@@ -90,8 +90,8 @@ def expand(words: Sequence[str]) -> list[Line]:
         raise ConfigError(asked.problems)
     flags = [flag for flag in asked.flags if flag != "-m"]
     with session():
-        found = [(*flags, *(word.lstrip("+") for word in job)) for job in jobs(asked.words)]
-    return [Line(shlex.join(words), words) for words in found]
+        expanded = [(*flags, *(word.lstrip("+") for word in job)) for job in jobs(asked.words)]
+    return [Line(shlex.join(words), words) for words in expanded]
 
 
 def combine(lines: list[Line], others: list[Line], axes: Collection[str] | None = None) -> list[Line]:
@@ -100,20 +100,20 @@ def combine(lines: list[Line], others: list[Line], axes: Collection[str] | None 
     An override of a key in ``axes`` (None: of a key that the line sets itself) selects the lines with this value. Any
     other replaces the line's own, and applies to the runs that have its key: see ``load_runs``.
     """
-    found, asked = [], set()
+    combined, asked = [], set()
     for line in lines:
-        own = {key_of(word): word.lstrip("+") for word in line.words}
+        by_key = {key_of(word): word.lstrip("+") for word in line.words}
         for other in others:
-            selects = [word for word in other.words if key_of(word) in (own if axes is None else axes)]
+            selects = [word for word in other.words if key_of(word) in (by_key if axes is None else axes)]
             asked |= {*selects}
-            if all(own.get(key_of(word)) == word for word in selects):
+            if all(by_key.get(key_of(word)) == word for word in selects):
                 more = [word for word in other.words if word not in selects]
                 shared = frozenset(map(key_of, more))
-                kept = [word for word in line.words if key_of(word) not in shared]
-                found.append(replace(line, words=(*kept, *more), shared=line.shared | shared))
-    if not found:
+                remaining = [word for word in line.words if key_of(word) not in shared]
+                combined.append(replace(line, words=(*remaining, *more), shared=line.shared | shared))
+    if not combined:
         raise UserError(f"no run of the table has {' and '.join(sorted(asked))}")
-    return found
+    return combined
 
 
 def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
@@ -124,11 +124,11 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
     use. Raises one ConfigError with every problem, each named at its first line; a shared override that no run uses is
     a problem, and so are two lines with one run directory.
     """
-    found = map_on_cores(partial(_load, machine=machine), lines, fewest=17)
+    loaded = map_on_cores(partial(_load, machine=machine), lines, fewest=17)
     problems: dict[str, Problem] = {}
     first: dict[Path, Line] = {}
-    used = {key_of(word) for line, _, _ in found for word in line.words}
-    for given, (line, answer, left_out) in zip(lines, found, strict=True):
+    used = {key_of(word) for line, _, _ in loaded for word in line.words}
+    for given, (line, answer, left_out) in zip(lines, loaded, strict=True):
         if unused := [problem for problem in left_out if problem.key not in used]:
             answer = ConfigError(unused)
         if isinstance(answer, Config) and (same := first.setdefault(Path(answer.run.dir).resolve(), line)) is not line:
@@ -138,7 +138,7 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
             problems.setdefault(str(problem), replace(problem, key=f"{given.origin}: {problem.key}"))
     if problems:
         raise ConfigError(list(problems.values()))
-    return [PlannedRun(i, line, cfg) for i, (line, cfg, _) in enumerate(found, 1)]
+    return [PlannedRun(i, line, cfg) for i, (line, cfg, _) in enumerate(loaded, 1)]
 
 
 def map_on_cores(function: Callable[[Given], Found], items: Sequence[Given], fewest: int) -> list[Found]:

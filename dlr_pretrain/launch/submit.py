@@ -8,52 +8,23 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.config.run_folder import JOB, require_run_folder
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, STATES, Status, ask, last_job, queue, shipped, status_of
-from dlr_pretrain.util.errors import Parser, UserError, at_least_1, write_to_stderr
+from dlr_pretrain.launch.state import DUE, STATES, Status, ask, queue, shipped, status_of
+from dlr_pretrain.util.errors import UserError, write_to_stderr
 from dlr_pretrain.util.files import claim, write_durably
 from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import plural
 
 
-def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
-    """The parser of a command that trains a table of runs."""
-    parser = Parser(
-        name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("what", nargs="+", help="a runs file, and overrides of train.py in Hydra's sweep grammar")
-    add("--config-dir", metavar="DIR", help="a folder of your own options, as for train.py")
-    add("--status", "--dry-run", action="store_true", help="show the states of the runs, and which are due")
-    add("--local", action="store_true", help="train on this machine")
-    add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
-    return parser
+def start(runs: Sequence[PlannedRun], given: argparse.Namespace) -> None:
+    """Show the states of ``runs``, and queue or train those that are due.
 
-
-def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a command. Those of sbatch, which follow a lone ``--``, are ``for_sbatch``."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    given = parser.parse_intermixed_args(argv[:cut])
-    given.for_sbatch = argv[cut + 1 :]
-    if given.local and given.for_sbatch:
-        parser.error("--local has no use for options of sbatch")
-    if given.config_dir:
-        given.what.append(f"--config-dir={given.config_dir}")
-    return given
-
-
-def start(
-    runs: Sequence[PlannedRun], given: argparse.Namespace, after_each: Callable[[], None] = lambda: None
-) -> dict[str, str]:
-    """Show the states of ``runs``, and queue or train those that are due; returns SLURM's state of each job.
-
-    ``after_each`` is called after each run that has ended on this machine.
+    ``given`` has ``local``, ``status`` (whether to show only), ``limit``, ``for_sbatch``, and ``what``, for the name.
     """
     jobs: dict[str, str] = {}
     try:
@@ -62,25 +33,23 @@ def start(
         if not given.status:
             raise
         write_to_stderr(f"note: queued jobs are not counted: {error}")
-    stands = [status_of(run, jobs) for run in runs]
-    for run, at in zip(runs, stands, strict=True):
-        own = [word for word in run.line.words if not all(word in other.line.words for other in runs)]
-        print(f"{run.number:>3}  {run.dir}: {at}" + (f"  ({shlex.join(own)})" if own else ""))
-    print(f"{plural(len(runs), 'run')}: {counted(stands)}", flush=True)
-    due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
+    statuses = [status_of(run, jobs) for run in runs]
+    for run, status in zip(runs, statuses, strict=True):
+        apart = [word for word in run.line.words if not all(word in other.line.words for other in runs)]
+        print(f"{run.number:>3}  {run.dir}: {status}" + (f"  ({shlex.join(apart)})" if apart else ""))
+    print(f"{plural(len(runs), 'run')}: {counted(statuses)}", flush=True)
+    due = [run for run, status in zip(runs, statuses, strict=True) if status.state in DUE]
     for run in due if not given.status else ():
         require_run_folder(run.dir, run.cfg.data.cache)
     if due and given.local and not given.status:
-        train(due, given.limit or 1, after_each)
+        train(due, given.limit or 1)
     elif due and not given.local:
         print(submit(runs, due, given))
-        jobs |= {last_job(run.dir).get("job", ""): "PENDING" for run in due if not given.status}
-    return jobs
 
 
-def counted(stands: Sequence[Status]) -> str:
+def counted(statuses: Sequence[Status]) -> str:
     """How many runs are in each state: 3 complete, 1 running."""
-    counts = Counter(at.state for at in stands)
+    counts = Counter(status.state for status in statuses)
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
 
 
@@ -95,9 +64,9 @@ def submit(runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argpars
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     tasks = ranges([run.number for run in due]) + (f"%{given.limit}" if given.limit else "")
     logs = str(folder).replace("%", "%%") + "/%A_%a.log"
-    own = [f"--array={tasks}", f"--job-name={name}", f"--output={logs}"]  # after the user's, which they override
+    ours = [f"--array={tasks}", f"--job-name={name}", f"--output={logs}"]  # after the user's, which they override
     files = [f"{shipped('slurm')}/array.sbatch", f"{folder}/runs.txt"]
-    command = ["sbatch", "--parsable", *given.for_sbatch, *own, *files]
+    command = ["sbatch", "--parsable", *given.for_sbatch, *ours, *files]
     if given.status:
         return f"Would submit {len(due)} of {len(runs)}: {redact(shlex.join(command))}"
     claim(folder, "submit.py")

@@ -95,7 +95,7 @@ def _stopped(when: str) -> Stopped:
 class Guard:
     """Decides whether a run goes on.
 
-    Writes batches of updates that are not finite to ``<run>/nonfinite``, decoded by ``tokenizer``; a trial has none.
+    Writes batches of updates that are not finite to ``<run>/nonfinite``, decoded by ``tokenizer``.
     """
 
     cfg: Config
@@ -103,7 +103,7 @@ class Guard:
     stop: StopRequest
     saver: Saver
     console: Console
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     error: UserError | None = None  # why this rank must end the run: the first reason
     ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of the update that ended the run, unapplied
     stop_requested: bool = False  # whether any rank was asked to stop; the same on all ranks
@@ -151,7 +151,7 @@ class Guard:
 
     def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> bool:
         """Write this rank's rows of a batch to a file, for inspection. Returns False if there are enough files."""
-        if self.tokenizer is None or not batch.state:
+        if not batch.state:  # an empty batch
             return True
         if len([*self.folder.glob(f"*_rank_{self.ranks.rank}.json")]) >= MOST_KEPT:
             return False

@@ -76,6 +76,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     metrics: MetricsFile | None = None  # on rank 0 only
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # metrics, W&B: take records; on rank 0 only
+    update: Update | None = None  # once the run trains
 
     def complete(self) -> bool:
         """Find where to start, then build, train and fold. Checks that need no GPU come before its first use.
@@ -136,7 +137,7 @@ class Run:
             opened.enter_context(saver)
             tensors = saved_tensors(model, optimizer.values)
             saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
-            update = Update(cfg, ranks, model, optimizer)
+            self.update = update = Update(cfg, ranks, model, optimizer)
             opened.callback(update.close)
             evaluator = Evaluator(
                 corpus.validation, update.micro_batch, ranks, bool(cfg.compile), lambda: self.stop.asked,

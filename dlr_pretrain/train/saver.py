@@ -161,7 +161,7 @@ class Saver(AbstractContextManager["Saver"]):
             if self.metrics is not None:
                 self.metrics.sync()
             identity = read_record(self.run_dir).get("identity", {})
-            if self.metrics is not None and not identity:
+            if not identity:
                 raise UserError(f"{self.run_dir}: its {MANIFEST} is gone. Was the folder deleted or moved?")
             checkpoint.commit(folder, parts, state | {"identity": identity}, self.keep)
             update_record(self.run_dir, {"saved": step})

@@ -83,6 +83,7 @@ class Update:
             micro_batches = cfg.train.global_batch // ranks.world_size // self.micro_batch
             self.compute = Recorded(self.compute, self.parameters, micro_batches, ranks)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
+        self.without_graphs: str | None = None  # after ``close``: why micro-batches were not recorded
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
     def __call__(
@@ -137,6 +138,7 @@ class Update:
     def close(self) -> None:
         """Free the CUDA graphs, before the process group that they use ends."""
         if isinstance(self.compute, Recorded):
+            self.without_graphs = self.compute.failure
             self.compute = self.compute.compute
 
     def clear(self) -> None:

@@ -72,8 +72,8 @@ def test_every_command_of_the_programme_composes(commands, tmp_path):
             assert words in " ".join(prepared)
             load([word for word in prepared if word.startswith(("data", "tokenizer"))], machine=False)
     assert len({load(words, machine=False).run.dir for words in commands("smoke")["train.py"]}) == 4
-    tuned = commands(TEXT="texts")["scripts/tune.py"]
-    assert len(tuned) == 31 and len({words[words.index("--output") + 1] for words in tuned}) == 31
+    tuned = commands(TEXT="texts")["slurm/submit.py"]
+    assert len(tuned) == 31 and len({words[words.index("--report") + 1] for words in tuned}) == 31
     for words in tuned:
         table = [word for word in words if "=" in word or word.startswith(str(tmp_path))]
         load_runs(read_table(table)[-1:])

@@ -1,4 +1,4 @@
-"""The recipes: each row of slurm/paper.yaml composes, and its settings are the published ones."""
+"""The recipes: each row of scripts/paper/items.yaml composes, and its settings are the published ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from functools import cache
 
 import pytest
 
-from dlr_pretrain.analysis.paper import items
-from dlr_pretrain.analysis.tables import recipe
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, flatten, to_dict
+from scripts.paper.items import items, recipe
 
 TABLE1 = ("60m", "130m", "350m", "1b")
 BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")

@@ -12,7 +12,8 @@ import yaml
 
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
-from tests.conftest import main_of, script
+from scripts import gradient_paths
+from tests.conftest import main_of
 from tests.parity.reference import CPU, VOCAB, r_transposed, small
 
 PATHS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
@@ -28,7 +29,7 @@ def test_both_paths_are_their_definition(backbone, separated):
     targets[:, 9:] = -100
     documents = (torch.tensor([0] * 5 + [1] * 7).expand(3, 12),) if separated else ()
     inputs = [(ids[:2], targets[:2], *(d[:2] for d in documents)), (ids[2:], targets[2:], *(d[2:] for d in documents))]
-    found = script("gradient_paths").measure(copy.deepcopy(model), cfg.dlr, None, list(PATHS), inputs)
+    found = gradient_paths.measure(copy.deepcopy(model), cfg.dlr, None, list(PATHS), inputs)
     matrices = {}
     for full, weight in split(model, {name: p.data for name, p in model.named_parameters()}).items():
         if full.endswith(".b.weight"):  # the model multiplies by the sum of both

@@ -37,8 +37,8 @@ from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_model
-from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import Update, to_host
+from tests.trial import random_batch, trial
 
 TIMED = 10  # further updates, for host_ms
 STEADY = 3  # the update that is reported: compiled, recorded, and with the optimizer's state

@@ -15,11 +15,11 @@ from dlr_pretrain.data import Batch
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded, saved_tensors
-from dlr_pretrain.train.trial import trial
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
+from tests.trial import trial
 
 
 @dataclass

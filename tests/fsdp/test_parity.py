@@ -17,12 +17,12 @@ from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.guard import checksums
 from dlr_pretrain.train.parallel import shard_, summing
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA, sum_dtype
 from tests.conftest import SMALL, on_ranks
 from tests.fsdp.steps import VOCAB, Outcome, assert_bits, config, on_two_ranks, own_batches, run, whole_state
 from tests.parity.reference import r_transposed
+from tests.trial import trial
 
 # For comparisons of bits: without sums in another order, and without the fused optimizer, whose kernel rounds its tail
 # differently from its body, between which rows move. Nothing else may differ.

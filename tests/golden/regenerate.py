@@ -19,8 +19,8 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import trial
 from tests.conftest import SMALL
+from tests.trial import trial
 
 CURVES = Path(__file__).with_name("curves.json")
 CHOICES = {

@@ -25,12 +25,12 @@ from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import new_optimizer
-from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.golden.regenerate import VOCAB, batches
 from tests.parity import test_loss as parity
 from tests.parity import test_rotary_attention as attention_parity
 from tests.parity.test_optim import assert_same_bits
+from tests.trial import trial_loop
 
 DEVICE = torch.device("cuda", 0)
 BATCH, SEQ_LEN = 8, 128

@@ -22,11 +22,11 @@ from dlr_pretrain.models.residual import add_
 from dlr_pretrain.train.micro_batch import planned_memory
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded
-from dlr_pretrain.train.trial import random_batch, trial
 from tests.conftest import ROOT, saved
 from tests.deploy.models import exported, of_kind, tokenizer_of
 from tests.golden.regenerate import VOCAB, batches
 from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
+from tests.trial import random_batch, trial
 
 
 @pytest.mark.parametrize("seq_len", [96, 61])  # 61 is not a multiple of the kernels' alignment

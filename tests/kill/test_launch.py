@@ -11,7 +11,8 @@ import time
 import pytest
 
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
-from tests.conftest import ROOT, script
+from scripts import launch as launcher
+from tests.conftest import ROOT
 from tests.kill.test_kill import children
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,6 @@ def test_a_killed_worker_gives_the_code_of_its_signal(tmp_path):
 
 
 def test_codes_of_workers_and_restarts_by_torchrun(monkeypatch, capsys):
-    launcher = script("launch")
     assert [launcher.exit_code(code, {15}) for code in (0, 3, 75, -15, -9)] == [0, 3, 75, EXIT_STOPPED, 137]
     monkeypatch.setattr(sys, "argv", ["launch.py", "--max-restarts", "2", "train.py"])
     assert launcher.launch(set()) == EXIT_CONFIG

@@ -18,12 +18,12 @@ from dlr_pretrain.models.residual import Residuals, columns_of, divisor_of, entr
 from dlr_pretrain.optim.optimizer import Optimizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import folded, new_optimizer
-from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.tensors import ALPHA, STATE_DTYPE
 from tests.conftest import saved
 from tests.parity.reference import CPU, VOCAB, Operations, State, disturbed, r_transposed, small
 from tests.resume.test_resume import assert_same, final
+from tests.trial import random_batch, trial
 
 Q = "model.layers.0.self_attn.q_proj"
 PRECISIONS = ("fp32", "bf16", "bf16_mixed")

@@ -18,11 +18,11 @@ from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim.optimizer import MOMENTS, Optimizer, state_bytes
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import MATRIX_UPDATE_SECONDS
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA
 from tests.parity.reference import CPU, VOCAB, small
+from tests.trial import random_batch, trial
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = {"rank": 4, "update_scale": 0.25, "refresh_every": 3}

@@ -18,11 +18,11 @@ from dlr_pretrain.train import recorded
 from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
-from dlr_pretrain.train.trial import trial
 from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
 from tests.tape import Tape
+from tests.trial import trial
 
 UPDATES = 5  # the first is eager, the second records
 COLA = ("backbone=cola", "dlr=on")

@@ -20,12 +20,12 @@ from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.train.parallel import summing
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import forked, on_ranks
 from tests.parity.reference import VOCAB, disturbed, small
+from tests.trial import random_batch, trial
 
 pytestmark = pytest.mark.usefixtures("no_export")
 

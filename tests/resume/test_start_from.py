@@ -13,11 +13,11 @@ from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train.checkpoint import load as load_checkpoint
 from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import trial_loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
 from tests.resume.test_resume import assert_same, final
+from tests.trial import trial_loop
 
 pytestmark = pytest.mark.usefixtures("no_export")
 CHOICE = ("backbone=cola", "dlr=on")

@@ -20,7 +20,7 @@ MAY_IMPORT = {  # a room, and the rooms whose modules its modules may import
     "optim": {"config", "util"},
     "data": {"config", "util"},
     "deploy": {"models", "config", "data", "util"},
-    "analysis": {"models", "optim", "config", "launch", "util"},
+    "analysis": {"models", "optim", "config", "util"},
     "launch": {"cli", "config", "util"},
     "doctor": {"train", "models", "data", "analysis", "config", "cli", "util"},
     "train": {"models", "optim", "data", "deploy", "config", "util"},
@@ -36,18 +36,23 @@ def is_room(name: str) -> bool:
 
 
 def imported_rooms(path) -> set[str]:
-    rooms = set()
+    rooms: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dlr_pretrain":
             parts = node.module.split(".")
             rooms |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names if is_room(a.name)}
-    return rooms - {room(path)}
+    return rooms
 
 
 def test_rooms_import_downwards_only():
     files = [p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name != "__init__.py"]
-    upwards = {str(p.relative_to(PACKAGE)): imported_rooms(p) - MAY_IMPORT[room(p)] for p in files}
+    upwards = {str(p.relative_to(PACKAGE)): imported_rooms(p) - MAY_IMPORT[room(p)] - {room(p)} for p in files}
     assert not {path: rooms for path, rooms in upwards.items() if rooms}
+
+
+def test_the_paper_reads_runs_as_a_users_script_does():
+    rooms = set().union(*map(imported_rooms, (ROOT / "scripts" / "paper").glob("*.py")))
+    assert rooms == {"analysis", "config", "launch", "models", "util"}
 
 
 def test_no_two_files_import_each_other():
@@ -69,11 +74,12 @@ def test_a_wheel_has_every_package_and_its_commands_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     named, folders = set(project["tool"]["setuptools"]["packages"]), project["tool"]["setuptools"]["package-dir"]
     rooms = {f"dlr_pretrain.{p.parent.name}" for p in PACKAGE.glob("*/*.py")}
-    assert named == {"dlr_pretrain", *rooms, *folders}
+    assert named == {"dlr_pretrain", "dlr_pretrain.scripts.paper", *rooms, *folders}
     for command in project["project"]["scripts"].values():
         module, function = command.split(":")
         package, _, name = module.rpartition(".")
-        path = ROOT / folders.get(package, package.replace(".", "/")) / f"{name}.py"
+        folder = ROOT / package.replace(".", "/").replace("dlr_pretrain/s", "s")  # scripts and slurm
+        path = folder / f"{name}.py"
         assert f"def {function}(" in path.read_text() or f"import {function}" in path.read_text()
 
 

@@ -19,6 +19,7 @@ from dlr_pretrain import doctor
 from dlr_pretrain.analysis import plan
 from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import FAIL, OK, WARN, RankChecks, in_child, perform
+from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
@@ -86,7 +87,7 @@ def test_ranks_are_checked_together(words, tmp_path, ranks, more):
     assert "FutureWarning" not in done.stderr
     said = " ".join(done.stdout.split())
     assert f"over {ranks} ranks by gloo" in said and f"1 x {8 // ranks} x 32 tokens" in said
-    assert "a checkpoint written in" in said and not (tmp_path / "runs").exists()
+    assert "a checkpoint and the folded model written in" in said and not (tmp_path / "runs").exists()
 
 
 def test_the_limits_of_a_machine_that_many_ranks_meet(monkeypatch):
@@ -131,9 +132,9 @@ def test_the_planned_checkpoint_is_the_real_one(train, words, tmp_path):
 def test_a_tokenizer_larger_than_the_model_fails(words, corpus, tmp_path):
     cfg = load(words(f"run.dir={tmp_path}/run"))
     with Ranks(cfg) as ranks:
-        assert f"{corpus}" in RankChecks(cfg, ranks).data()
+        assert f"{corpus}" in RankChecks(cfg, ranks, StopRequest(ranks)).data()
         with pytest.raises(UserError, match=r"Set scale\.vocab_size=120 or more"):
-            RankChecks(load(words("scale.vocab_size=119", f"run.dir={tmp_path}/run")), ranks).data()
+            RankChecks(load(words("scale.vocab_size=119", f"run.dir={tmp_path}/run")), ranks, StopRequest(ranks)).data()
 
 
 def test_the_proxy_of_each_server_is_named(words, monkeypatch):

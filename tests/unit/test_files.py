@@ -66,14 +66,13 @@ def test_results_go_into_a_new_folder_or_their_own(tmp_path):
     claim(tmp_path / "out", "report.py")
     (tmp_path / "out" / "report.md").write_text("written")
     claim(tmp_path / "out", "report.py")
-    with pytest.raises(UserError, match=r"--output=.*out: is not empty .*report.md.*, and holds no results of tune"):
-        claim(tmp_path / "out", "tune.py")
+    with pytest.raises(UserError, match=r"--output=.*out: is not empty .*report.md.*, and holds no results of fold"):
+        claim(tmp_path / "out", "fold.py")
 
 
 COMMANDS = {  # that take an --output
     "report": ("runs", "--output", "{}"),
-    "tune": ("scale=tiny", "dlr=off,on", "train.lr=0.1,0.2,0.3", "seed=1", "logger=jsonl", "--output", "{}", "--local"),
-    "reproduce": ("table1", "--render", "--output", "{}"),
+    "paper.__main__": ("table1", "--render", "--output", "{}"),
     "sft": ("folded", "--data", "rows.json", "--seeds", "1", "--output", "{}/.."),
     "prepare_data": ("data=local", "data.root=text", "tokenizer.path=spiece.model", "--output", "{}"),
     "fold": ("run/checkpoints/step_00000001", "--output", "{}"),
@@ -85,7 +84,7 @@ def test_no_command_writes_into_a_folder_of_others(name, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     theirs = tmp_path / "theirs" / "s1"
     theirs.mkdir(parents=True)
-    for file in ("README.md", "config.json", "model.safetensors", "report.md", "tune.json"):
+    for file in ("README.md", "config.json", "model.safetensors", "report.md", "notes.json"):
         (theirs / file).write_text("mine")
     (tmp_path / "rows.json").write_text(json.dumps([{"instruction": "a", "output": "b"}]))
     (tmp_path / "text").mkdir()
@@ -95,7 +94,7 @@ def test_no_command_writes_into_a_folder_of_others(name, tmp_path, monkeypatch, 
     assert main_of(name, *(word.format(theirs) for word in COMMANDS[name])) == 3
     assert str(theirs) in capsys.readouterr().err
     assert {path.name: path.read_text() for path in theirs.iterdir()} == dict.fromkeys(
-        ("README.md", "config.json", "model.safetensors", "report.md", "tune.json"), "mine"
+        ("README.md", "config.json", "model.safetensors", "report.md", "notes.json"), "mine"
     )
 
 

@@ -229,6 +229,6 @@ def test_a_signal_stops_what_runs_and_starts_nothing(four, tmp_path):
     threading.Thread(target=ask, daemon=True).start()
     before, runs = signal.getsignal(signal.SIGTERM), loaded([*four, "train.lr=60"])
     with pytest.raises(Stopped, match="The same command continues"):
-        local.train(runs, 2, lambda: None)
+        local.train(runs, 2)
     assert len((tmp_path / "order").read_text().splitlines()) == 2
     assert signal.getsignal(signal.SIGTERM) is before

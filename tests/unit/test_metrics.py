@@ -18,9 +18,9 @@ from dlr_pretrain.train import loop, metrics
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import TrainState
-from dlr_pretrain.train.trial import random_batch, trial_loop
 from dlr_pretrain.train.update import Outcome, to_host
 from dlr_pretrain.util.files import read_metrics
+from tests.trial import random_batch, trial_loop
 
 
 def steps(path) -> list[int]:

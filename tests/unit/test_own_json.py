@@ -7,7 +7,6 @@ import json
 import pytest
 from safetensors.torch import save_file
 
-from dlr_pretrain.analysis import paper_views
 from dlr_pretrain.cli import load
 from dlr_pretrain.config.run_folder import read_config, read_record
 from dlr_pretrain.data.tokens import read_manifest
@@ -16,6 +15,7 @@ from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import read_beat, read_metrics
+from scripts.paper import extract
 
 START = {"time": "2026-11-27T10:00:00Z", "command": ["train.py"], "world_size": 1, "device": "CPU"}
 STATE = {"name": "running", "step": 3, "reason": "", "time": 1.0}
@@ -44,7 +44,7 @@ READERS = {  # file: (a sound content, or None for any; its reader; the reader's
     "model.safetensors.index.json": ({"weight_map": {}}, pretrained, UserError),
     "result.json": (
         {"variants": [{"name": "a", "tokens_per_second": 1.0}]},
-        lambda folder: paper_views.read_result(folder / "result.json", {"variants": [paper_views.SPEED]}),
+        lambda folder: extract.read_result(folder / "result.json", {"variants": [extract.SPEED]}),
         UserError,
     ),
     "step_00000001/checkpoint.json": ({"format": 4}, damaged_checkpoint, "checkpoint.json is damaged"),

@@ -1,4 +1,4 @@
-"""The plan of a run: counts, memory against real tensors, and Table 1 of the paper."""
+"""The plan of a run: counts, and memory against real tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render, utilisations, waiting_seconds
-from dlr_pretrain.analysis.tables import printed
+from dlr_pretrain.analysis.plan import parameters, plan, render, utilisations, waiting_seconds
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build_model
@@ -36,17 +35,6 @@ def test_the_folded_model_has_no_strengths_and_no_factors():
     for backbone in ("lora", "sltrain"):
         assert parameters(config(f"backbone={backbone}"), 32_000)["folded"] == dense
     assert parameters(config("backbone=lora"), 32_000)["total"] - plain == 8 * (4 * 512**2 + 3 * 512 * 1376)
-
-
-@pytest.mark.full
-def test_the_papers_table_beside_our_recipes():
-    """For methods with one setting, parameters and memory are the paper's, which rounds memory part by part."""
-    found = beside_table1(lambda words: config(*words))
-    other = found[found["parameters (M)"] != found["paper (M)"]]
-    assert len(found) == 64 and {*other.method[other.scale != "1b"]} == {"sltrain"}
-    assert {*other.method} == {"sltrain", "lax", "lax+dlr", "cola_lax", "cola_lax+dlr"}
-    alike = found[found.method.isin(["full", "lowrank", "cola", "cola+dlr", "lost+dlr"]) & (found.scale != "60m")]
-    assert (alike["memory (GB)"] - alike["paper (GB)"]).abs().max() < 0.0101
 
 
 @pytest.mark.parametrize("words", [
@@ -107,14 +95,13 @@ def test_the_command_prints_json_with_stable_keys(capsys):
     found = json.loads(done.out)
     assert list(found) == [
         *("run", "vocabulary", "parameters", "flops_per_token", "flops_total", "memory", "disk", "batch", "steps"),
-        *("warmup_steps", "tokens", "evaluations", "speed", "paper"),
+        *("warmup_steps", "tokens", "evaluations", "speed"),
     ]
     assert done.err == ""
     assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
     assert found["batch"] == {"ranks": 16, "shards": 1, "global_batch": 512, "micro_batch": 32, "auto": True,
                               "micro_batches": 1, "seq_len": 256, "positions": 131_072}  # fmt: skip
     assert (found["steps"], found["warmup_steps"], found["tokens"]) == (22_000, 2_200, 22_000 * 131_072)
-    assert (found["paper"]["table1"]["mem_gb"], found["paper"]["measured"]) == (0.57, None)
 
 
 def test_time_follows_from_flops_and_utilisation():
@@ -141,13 +128,12 @@ def test_time_follows_from_flops_and_utilisation():
     assert often["evaluations"] == {"count": 234, "tokens": 20_000_000, "share": pytest.approx(share)}
     assert f"234 evaluations of 20M tokens add {share:.1%} or more" in " ".join(render(often).split())
     text = " ".join(render(found).split())
-    assert "1,044,264 tokens/s on 32 H100" in text and "13.09 GB" in text and "compiled code takes less" in text
+    assert "compiled code takes less" in text
 
     times = [line.split()[-2:] for line in render(plan(config(*TINY), 1)).splitlines() if "tokens/s" in line]
     assert [unit for _, unit in times] == ["seconds"] and float(times[0][0]) > 0  # the host limits both speeds
     short = config(*TINY, "precision=fp32")
     assert plan(short, 1)["speed"] is None and "not for fp32" in " ".join(render(plan(short, 1)).split())
-    assert printed("measured", "cola+dlr", "7b")["memory_gb"] == 27.03 and printed("measured", "lora", "1b") is None
 
 
 def test_waiting_follows_from_the_links():
@@ -170,7 +156,6 @@ def test_waiting_follows_from_the_links():
 
 @pytest.mark.parametrize(("words", "error"), [
     (["backbone=colla"], "error: backbone=colla: must be one of"),
-    (["--table1", "scale=1b"], "--table1 shows the recipes as they stand"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
 ])  # fmt: skip

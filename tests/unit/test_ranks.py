@@ -21,12 +21,12 @@ from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.run import run
 from dlr_pretrain.train.state import new_model
-from dlr_pretrain.train.trial import random_batch, trial
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import SMALL, ended, on_ranks
+from tests.trial import random_batch, trial
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which torch finds no GPU")

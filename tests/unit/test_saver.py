@@ -38,6 +38,8 @@ CONSOLE = SimpleNamespace(say=print)
 
 
 def saver_of(folder, ranks=ALONE) -> Saver:
+    if ranks.is_main:
+        update_record(folder, {"identity": {"seed": 1}})
     return Saver(folder, ranks, keeping(9), None, CONSOLE)
 
 

@@ -1,25 +1,19 @@
-"""scripts/reproduce.py: a published number stands beside ours if both are of the same setting; else the cell says why.
+"""The paper's tables: a published number stands beside ours if both are of the same setting; else the cell says why.
 
-Run directories are written without training, as in test_report.py. The rehearsal, which trains, is under ``full``.
+Run directories are written without training. The rehearsal, which trains, is in test_paper_rehearsal.py.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from dlr_pretrain.analysis import paper_views
-from dlr_pretrain.analysis.paper import Item, choose_rows, items, load_each, planned_lines
 from dlr_pretrain.analysis.report import Section, write_page
-from dlr_pretrain.analysis.reproduce import documentation
 from dlr_pretrain.analysis.runs import NONE
 from dlr_pretrain.analysis.tables import Table
 from dlr_pretrain.config import ConfigError
@@ -28,8 +22,13 @@ from dlr_pretrain.launch.runs import PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.submit import ranges
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError
-from tests.conftest import ROOT, main_of
-from tests.unit.test_report import CONVENTION, PAPER, a_run, logged
+from scripts.paper import extract
+from scripts.paper.__main__ import main
+from scripts.paper.cost import sizes
+from scripts.paper.items import Item, choose_rows, items, load_each, planned_lines, published_numbers, recipe
+from scripts.paper.page import documentation
+from tests.conftest import ROOT
+from tests.fake_runs import CONVENTION, PAPER, a_run, configured, logged
 
 C4 = {"training": "1,024 files (305GB): en/c4-train.00000-of-01024.json.gz, and 1,023 more"}
 SHORT = replace(items()["variance"], scales=["60m"], seeds=[41, 42, 43], common="train.steps=60 eval.every=20")
@@ -41,7 +40,7 @@ def trained(run: PlannedRun, level: float = 4.0, files: dict = C4, **how) -> Pat
     folder = a_run(run.dir, *words, seed=run.cfg.seed, level=level, **how)
     record = read_record(folder)
     start = record["starts"][0] | {"files": files, "text": "some text"}
-    identity = record["identity"] | {"tokenizer.pieces": paper_views.T5}
+    identity = record["identity"] | {"tokenizer.pieces": extract.T5}
     update_record(folder, {"starts": [start], "identity": identity})
     return folder
 
@@ -49,15 +48,15 @@ def trained(run: PlannedRun, level: float = 4.0, files: dict = C4, **how) -> Pat
 def planned(item: Item, *words: str) -> dict[tuple[str, int], PlannedRun]:
     """The runs of an item by row and seed."""
     runs = load_each(planned_lines(item, words))
-    return {(item.row_of(run.line), run.cfg.seed): run for run in runs}
+    return {(item.row_of(run), run.cfg.seed): run for run in runs}
 
 
 def shown(item: Item, runs: dict, folder: Path) -> tuple[pd.DataFrame, str]:
     """The table of an item, a row for each method, and all notes."""
-    found = paper_views.read(item, list(runs.values()), [], folder)
-    (table,) = paper_views.LAYOUTS[item.layout](found)
+    results = extract.read(item, list(runs.values()), [], folder)
+    (table,) = extract.show(results)
     frame = table.frame.set_axis(table.header, axis="columns").set_index("Method")
-    return frame, "\n".join([*table.notes, *found.notes])
+    return frame, "\n".join([*table.notes, *results.notes])
 
 
 def test_a_published_number_stands_beside_runs_of_its_setting(tmp_path):
@@ -183,17 +182,18 @@ def test_seeds_have_the_directories_that_train_py_gives_them():
 
 def test_an_item_says_what_it_would_run_and_the_next_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main_of("reproduce", "dynamics", "seed=41", "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", "0.2") == 0
+    assert main(["dynamics", "seed=41", "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", "0.2"]) == 0
     said = capsys.readouterr().out
     assert said.count("not started") == 4 + 1 and "state      4 not started, 0 of 1 program done" in said
     assert "to run  python -m benchmarks step scale=60m" in said and re.search(r"GPU hours  \d", said)
-    assert "next       python scripts/reproduce.py dynamics seed=41 --submit -- --gpus-per-node=8" in said
-    assert main_of("reproduce", "dynamics", "--rows", "cola,cola+dlr", "--task-data", "d") == 0
+    assert "next       dlr-reproduce dynamics seed=41 --submit -- --gpus-per-node=8" in said
+    assert main(["dynamics", "--rows", "cola,cola+dlr", "--task-data", "d"]) == 0
     said = capsys.readouterr().out
     assert "dynamics --rows cola,cola+dlr --task-data d --submit" in said and said.count("not started") == 2 + 1
-    assert main_of("reproduce", "tabel1") == 3 and "Choose from table1, table7b" in capsys.readouterr().err
-    assert main_of("reproduce", "dynamics", "--gpu", "H100") == 3 and "Choose from NVIDIA" in capsys.readouterr().err
-    assert main_of("reproduce", "dynamics", "--", "--mem=0") == 2
+    assert main(["tabel1"]) == 3 and "Choose from table1, table7b" in capsys.readouterr().err
+    assert main(["dynamics", "--gpu", "H100"]) == 3 and "Choose from NVIDIA" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["dynamics", "--", "--mem=0"])
 
 
 def test_the_runs_that_are_due_are_one_array(tmp_path, monkeypatch):
@@ -202,8 +202,8 @@ def test_the_runs_that_are_due_are_one_array(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    assert main_of("reproduce", "dynamics", "--submit", "--dry-run") == 0 and not (tmp_path / "asked").exists()
-    assert main_of("reproduce", "dynamics", "--submit", "--limit", "2", "--", "--mem=4G") == 0
+    assert main(["dynamics", "--submit", "--dry-run"]) == 0 and not (tmp_path / "asked").exists()
+    assert main(["dynamics", "--submit", "--limit", "2", "--", "--mem=4G"]) == 0
     asked = (tmp_path / "asked").read_text().splitlines()
     assert {"--array=1-4%2", "--mem=4G", "--job-name=dynamics"} < set(asked)
     lines = Path(asked[-1]).read_text().splitlines()
@@ -214,12 +214,12 @@ def test_an_own_run_replaces_the_items_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = a_run(tmp_path / "mine", *PAPER, "dlr=on", "train.steps=60")
     update_record(run, {"saved": 60, "state": {"name": "complete", "step": 60, "reason": "", "time": 1.0}})
-    assert main_of("reproduce", "fold", "run=mine") == 0
+    assert main(["fold", "run=mine"]) == 0
     said = capsys.readouterr().out
     fold = r"fold.py mine/checkpoints/step_00000060 --output runs/paper/fold/\w{8}/mine\n"
     assert "mine: complete" in said and re.search(fold, said)
-    assert "python scripts/reproduce.py fold run=mine --local" in said
-    assert main_of("reproduce", "fold", "run=mine", "--render") == 0
+    assert "dlr-reproduce fold run=mine --local" in said
+    assert main(["fold", "run=mine", "--render"]) == 0
     page = (tmp_path / "runs/paper/reproduce.md").read_text()
     assert "| perplexity before |" in page
 
@@ -252,36 +252,32 @@ def test_results_of_other_runs_or_data_are_other_files(tmp_path):
 
 def test_a_page_without_runs_shows_what_is_published(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main_of("reproduce", "offset", "--render") == 0
+    assert main(["offset", "--render"]) == 0
     page = (tmp_path / "runs/paper/reproduce.md").read_text()
     assert "| initial offset | 14.79 ± 0.04 |" in page and "state: 15 not started" in page and "nan" not in page
     assert (tmp_path / "runs/paper/tables/offset.tex").exists() and (tmp_path / "runs/paper/tables/tables.tex").exists()
 
 
-def test_a_page_of_sections_has_contents_and_a_mark(tmp_path):
-    write_page("T", [], [Section("one", "The <first>", ["a line"])], "made", tmp_path, "page", "rehearsal")
-    page = (tmp_path / "page.html").read_text()
-    assert '<a href="#one">The &lt;first&gt;</a>' in page and "<div class=mark>rehearsal</div>" in page
+def test_a_page_of_sections_has_contents(tmp_path):
+    write_page("T", [], [Section("one", "The <first>", ["a line"])], "made", tmp_path, "page")
+    assert '<a href="#one">The &lt;first&gt;</a>' in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.full
+def test_the_papers_sizes_are_those_of_our_recipes():
+    """For methods with one setting, parameters and memory are the paper's, which rounds memory part by part."""
+    table1 = published_numbers().query("item == 'table1'")
+    paper = table1.pivot(index=["row", "scale"], columns="column", values="value")
+    counted = sizes(configured(f"scale={scale}", "data=sample", *recipe(row)) for row, scale in paper.index)
+    other = paper.index[[f"{size.trained:.0f}" for size in counted] != paper.params_m]
+    assert len(paper) == 64 and {row for row, scale in other if scale != "1b"} == {"sltrain"}
+    assert {row for row, _ in other} == {"sltrain", "lax", "lax+dlr", "cola_lax", "cola_lax+dlr"}
+    memory = pd.Series([round(size.state, 2) for size in counted], paper.index) - paper.mem_gb.astype(float)
+    for row in ("full", "lowrank", "cola", "cola+dlr", "lost+dlr"):
+        assert memory[row].drop("60m").abs().max() < 0.0101
 
 
 @pytest.mark.full
 def test_the_documentation_is_generated_without_a_difference():
-    made = documentation()
-    assert (ROOT / "docs/reproduce.md").read_text() == made, "scripts/reproduce.py --documentation > docs/reproduce.md"
-
-
-@pytest.mark.full
-def test_a_rehearsal_fills_every_cell(tmp_path):
-    command = [sys.executable, "scripts/reproduce.py", "all", "--rehearse", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    page = (tmp_path / "reproduce.html").read_text()
-    for name, item in items().items():
-        assert f'<h1 id="{name}">{name}: ' in page
-        if item.layout in ("curve", "paths"):
-            assert (tmp_path / f"figures/{name}_{'loss' if item.layout == 'curve' else 'rho'}.svg").exists()
-        else:
-            table = pd.read_csv(tmp_path / f"tables/{name}.csv")
-            filled = [column for column in table if not re.search("paper|Δ|Paper", column)]
-            assert len(table) >= len(item.rows) and not (table[filled] == NONE).any().any(), name
-            assert not any(math.isnan(value) for value in table.select_dtypes("number").to_numpy().flat)
+    """python -m scripts.paper --documentation > docs/reproduce.md"""
+    assert (ROOT / "docs/reproduce.md").read_text() == documentation()

@@ -1,0 +1,145 @@
+"""A section of the report: methods, each at its best learning rate, compared with the first one.
+
+Runs that differ only in train.lr and the seed are one method. One half of the validation text (A) chooses a method's
+rate, by the mean over the seeds that have run at all its rates. The other half (B) is reported: of further seeds at the
+chosen rate if there are any, else of the same seeds. Losses are in nats per token. A difference is a method's loss
+minus the first method's with the same seed, so a negative one favours the method.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from dlr_pretrain.analysis.runs import Runs, differing_text, spread
+from dlr_pretrain.analysis.tables import Table, table
+from dlr_pretrain.util.text import perplexity
+
+LEVEL = 0.95
+NOTE = (
+    "PPL (held out) is on the half of the validation text that did not choose the rate: mean ± standard deviation "
+    "(seeds). Differences are in nats/token from the first method, between runs with the same seed; a negative one "
+    "favours the row's method. Intervals are by Student's t, at 95 % for all methods of a scale together. A method is "
+    "called better if its interval excludes zero."
+)
+
+
+def comparisons(all_runs: Runs) -> Iterator[dict]:
+    """The comparison of the methods at each scale, in the order in which their runs were read: see ``compare``.
+
+    Nothing for a scale with a single run configuration, or with evaluations of different text.
+    """
+    for scale, runs in all_runs.runs.sort_values("order").groupby("scale", sort=False):
+        if runs.key.nunique() > 1 and not differing_text(runs):
+            columns = ["method", "lr", "seed", "run", "state", "planned_tokens", "loss_a", "loss_b"]
+            yield {"scale": scale} | compare(runs.assign(method=runs.family)[columns].to_dict("records"))
+
+
+def compare(trials: Sequence[dict]) -> dict:
+    """Each method's rate and losses, its difference from the first method, and the verdict, as JSON has it.
+
+    ``trials`` has for each run: method, lr, seed, state, loss_a and loss_b (infinite if it diverged). The result:
+
+        chosen        for each method what ``choose`` returns
+        comparisons   for each other method: against, method, by_seed, difference (see ``estimate``), better (the name
+                      of a method, "none shown", or null), and reason, if it is null
+        trials        the ``trials``; a loss that is not finite is null
+
+    A method is better if the interval of the mean difference excludes zero. All intervals together hold at LEVEL
+    (Bonferroni).
+    """
+    methods = dict.fromkeys(trial["method"] for trial in trials)
+    chosen = {method: choose([trial for trial in trials if trial["method"] == method]) for method in methods}
+    (first, plain), *others = chosen.items()
+    results = []
+    for method, choice in others:
+        reasons = [f"{name}: {one['reason']}" for name, one in ((first, plain), (method, choice)) if one["reason"]]
+        designs = [(one["rates"], one["seeds"], {*one["losses"]}) for one in (plain, choice)]
+        if not reasons and designs[0] != designs[1]:
+            reasons = [f"its rates or seeds are not those of {first}"]
+        by_seed, difference, better = {}, None, None
+        if not reasons:
+            by_seed = {seed: loss - plain["losses"][seed] for seed, loss in choice["losses"].items()}
+            difference = estimate(list(by_seed.values()), 1 - (1 - LEVEL) / len(others))
+            low, high = difference["low"], difference["high"]
+            if low is None:
+                reasons = ["one seed says nothing about what another would give"]
+            else:
+                better = method if high < 0 else first if low > 0 else "none shown"
+        result = {"against": first, "method": method, "by_seed": by_seed, "difference": difference}
+        results.append(result | {"better": better, "reason": "; ".join(reasons)})
+    finite = [{key: _finite(value) for key, value in trial.items()} for trial in trials]
+    return {"chosen": chosen, "comparisons": results, "trials": finite}
+
+
+def choose(trials: Sequence[dict]) -> dict:
+    """The best rate ``lr`` of a method (None if none can be chosen) among ``rates``, by the mean loss over ``seeds``.
+
+    ``losses`` are on half B by seed, None for a diverged run. ``reason`` says why there is no result, or none yet. A
+    rate with a diverged run is not chosen.
+    """
+    by_seed: dict[object, dict[float, dict]] = {}
+    for trial in trials:
+        by_seed.setdefault(trial["seed"], {})[trial["lr"]] = trial
+    rates = sorted({trial["lr"] for trial in trials})
+    seeds = [seed for seed, by_rate in by_seed.items() if len(by_rate) == len(rates)]
+    grid = {lr: [by_seed[seed][lr] for seed in seeds] for lr in rates}
+    choice = {"rates": rates, "seeds": seeds, "lr": None, "losses": {}, "reason": ""}
+    if not seeds:
+        return choice | {"reason": "no seed has a run at each of its rates"}
+    if waiting := sum(trial["state"] == "unfinished" for at_rate in grid.values() for trial in at_rate):
+        return choice | {"reason": f"{waiting} of the {len(rates) * len(seeds)} runs of the grid have not ended"}
+    means = {lr: statistics.fmean(trial["loss_a"] for trial in at_rate) for lr, at_rate in grid.items()}
+    if any(map(math.isnan, means.values())):
+        return choice | {"reason": "its validation text is one sequence, which has no halves: set eval.packing=packed"}
+    best = min(means, key=means.__getitem__)
+    if math.isinf(means[best]):
+        return choice | {"reason": "every rate has a run that diverged"}
+    held_out = {seed: by_rate[best]["loss_b"] for seed, by_rate in by_seed.items() if best in by_rate}
+    reported = [seed for seed in held_out if seed not in seeds] or seeds
+    losses = {seed: _finite(held_out[seed]) for seed in reported}
+    lost = [str(seed) for seed, loss in losses.items() if loss is None]  # no mean leaves a seed out
+    reason = f"no loss at its chosen rate with seed {', '.join(lost)}" if lost else ""
+    return choice | {"lr": best, "losses": losses, "reason": reason}
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def estimate(values: Sequence[float], level: float) -> dict:
+    """The mean of ``values`` with its interval at ``level`` by Student's t; one value has no interval (None)."""
+    from scipy.stats import t
+
+    n, mean = len(values), statistics.fmean(values)
+    if n == 1:
+        return {"n": n, "mean": mean, "level": level, "low": None, "high": None}
+    reach = float(t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return {"n": n, "mean": mean, "level": level, "low": mean - reach, "high": mean + reach}
+
+
+def choice_table(compared: Sequence[dict]) -> Table:
+    """Each method at its own rate, with its difference from the first method, and the verdict."""
+    rows, notes = [], [NOTE]
+    for one in compared:
+        verdicts = {result["method"]: result for result in one["comparisons"]}
+        for method, choice in one["chosen"].items():
+            rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
+            ppl = spread(math.inf if loss is None else perplexity(loss) for loss in choice["losses"].values())
+            row = {"Scale": one["scale"], "Method": method, "Learning rate": rate, "PPL (held out)": ppl}
+            if result := verdicts.get(method):
+                if d := result["difference"]:
+                    row["Δ loss"] = f"{d['mean']:+.4f} ({d['n']})"
+                if result["better"]:
+                    row["Interval"] = f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
+                row["Better"] = result["better"] or f"not decided: {result['reason']}"
+            rows.append(row)
+            if len(choice["rates"]) > 1 and choice["lr"] in (choice["rates"][0], choice["rates"][-1]):
+                rule = "is at an end of its rates, and a better one may lie beyond: add rates to train.lr="
+                notes.append(f"{method} at {one['scale']}: {choice['lr']:g} {rule}")
+        budgets = {trial["method"]: trial["planned_tokens"] for trial in one["trials"]}
+        if len(set(budgets.values())) > 1:
+            listed = "; ".join(f"{method} {tokens:,} tokens" for method, tokens in budgets.items())
+            notes.append(f"The budgets at {one['scale']} are not equal: {listed}.")
+    return table("choice", "Each method at its own learning rate, on half of the validation text", rows, notes)

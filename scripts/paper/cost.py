@@ -1,0 +1,92 @@
+"""What runs of the paper take: GPU hours, disk, parameters and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from dlr_pretrain.analysis.plan import disk_bytes, parameters, state_and_moments, utilisations
+from dlr_pretrain.config import Config, identity
+from dlr_pretrain.config.run_folder import read_record
+from dlr_pretrain.launch.runs import PlannedRun, map_on_cores
+from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
+from dlr_pretrain.util.files import NUMBER, read_metrics
+
+from .items import without_seed
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a run takes: FLOPs per position, millions of trained parameters, GB of weights and optimizer state without
+    padding, and bytes on the disk."""
+
+    flops: float
+    trained: float
+    state: float
+    disk: int
+
+
+_SIZES: dict[str, Size] = {}
+
+
+def sizes(configs: Iterable[Config]) -> list[Size]:
+    """The size of each configuration. Equal models are counted once, on all cores."""
+    deciding = ("scale.", "backbone.", "optimizer.", "precision.", "train.s", "dlr.learn_alpha", "dlr.train_b")
+    keyed = []
+    for cfg in configs:
+        model = {key: value for key, value in identity(cfg).items() if key.startswith(deciding)}
+        keyed.append((json.dumps([model, cfg.micro_batch(1), vars(cfg.checkpoint)]), cfg))
+    due = {key: cfg for key, cfg in keyed if key not in _SIZES}
+    _SIZES.update(zip(due, map_on_cores(_size, list(due.values()), fewest=4), strict=True))
+    return [_SIZES[key] for key, _ in keyed]
+
+
+def _size(cfg: Config) -> Size:
+    vocabulary = cfg.planned_vocab_size
+    return Size(
+        flops_per_token(cfg, vocabulary, cfg.micro_batch(1)),
+        parameters(cfg, vocabulary)["trainable"] / 1e6,
+        state_and_moments(cfg, vocabulary, alignment=1) / 1e9,
+        disk_bytes(cfg, vocabulary)["run"],
+    )
+
+
+def hours_of(planned: Iterable[PlannedRun], gpu: str, mfu: float | None = None) -> dict[Path, tuple[float, ...]]:
+    """GPU hours of each run by its directory, from FLOPs and the peak of ``gpu`` at ``mfu`` or at the plan's
+    ``utilisations``; ascending.
+
+    If a run was trained on that GPU, the runs that differ from it only in the seed have its measured speed instead.
+    """
+    runs = {run.dir: run for run in planned}
+    speeds = {without_seed(run.line): speed for run in runs.values() if (speed := measured_speed(run.dir, gpu))}
+    hours = {}
+    for run, size in zip(runs.values(), sizes(run.cfg for run in runs.values()), strict=True):
+        positions = run.cfg.train.steps * run.cfg.train.global_batch * run.cfg.train.seq_len
+        shares = reversed(utilisations(run.cfg, size.flops)) if mfu is None else [mfu]
+        rates = [PEAK_FLOPS[gpu] * share / size.flops for share in shares]
+        if speed := speeds.get(without_seed(run.line)):
+            rates = [speed]
+        hours[run.dir] = tuple(positions / rate / 3600 for rate in rates)
+    return hours
+
+
+def measured_speed(folder: Path, gpu: str) -> float | None:
+    """Tokens/s of one ``gpu`` in the last steps of a run; None if the run was not trained on it."""
+    start = (read_record(folder).get("starts") or [{}])[-1]
+    lines = read_metrics(folder / "metrics.jsonl")[-100:] if start.get("device") == gpu else []
+    speeds = [speed for line in lines if isinstance(speed := line.get("perf/tokens_per_second"), NUMBER)]
+    return median(speeds) / start["world_size"] if speeds else None
+
+
+def total(hours: Sequence[tuple[float, ...]], unit: float = 1) -> str:
+    """The sum of hours, as a range from the least to the most. ``unit`` is the shown unit in hours."""
+    sums = (sum(times[0] for times in hours) / unit, sum(times[-1] for times in hours) / unit)
+    return " to ".join(dict.fromkeys(f"{time:,.0f}" if time >= 10 else f"{time:.2g}" for time in sums))
+
+
+def disk_of(runs: Sequence[PlannedRun]) -> str:
+    """The most that the runs keep on the disk."""
+    return f"{sum(size.disk for size in sizes(run.cfg for run in runs)) / 1e9:,.0f} GB"
