@@ -304,7 +304,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
         raise UserError(f"{folder}: is not what an export wrote: {first_line(error)}. Export it again") from error
     wrong = [f"{name}: missing" for name in sorted(report["missing_keys"])]
     wrong += [f"{name}: not a tensor of this model" for name in sorted(report["unexpected_keys"])]
-    wrong += [f"{n}: has shape {[*has]} instead of {[*needs]}" for n, has, needs in sorted(report["mismatched_keys"])]
+    wrong += [f"another shape: {mismatch}" for mismatch in sorted(report["mismatched_keys"])]
     if wrong:
         raise UserError("\n  ".join([f"{folder}: its weights are not those of its config.json:", *shortened(wrong)]))
     return model.eval(), tokenizer
