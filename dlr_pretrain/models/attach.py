@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dlr_pretrain.models.residual import columns_of, divisor_of
+from dlr_pretrain.models.residual import columns_of, divisor_of, plus
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -43,10 +43,9 @@ class Residual(nn.Module):
         self.register_buffer("columns", columns, persistent=False)
 
     def forward(self, b: Tensor) -> Tensor:
-        wide = at_least_fp32(b.dtype)
-        alpha = self.alpha.to(wide) if isinstance(self.alpha, Tensor) else self.alpha
-        r_t = self.columns[:, None] == torch.arange(b.shape[1], device=b.device)
-        return (b.to(wide) + r_t.to(wide) * (alpha / self.divisor)).to(b.dtype)
+        receives = self.columns[:, None] == torch.arange(b.shape[1], device=b.device)
+        alpha = self.alpha.to(at_least_fp32(b.dtype)) if isinstance(self.alpha, Tensor) else self.alpha
+        return torch.where(receives, plus(b, alpha / self.divisor), b)
 
     def get_extra_state(self) -> Tensor:
         """[[beta, CRC-32 of the columns]], in float64. If alpha is learned, beta is for alpha = 1.
