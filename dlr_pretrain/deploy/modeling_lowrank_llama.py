@@ -36,25 +36,13 @@ class LowRankLlamaConfig(LlamaConfig):
 
     model_type = "lowrank_llama"
 
-    def __init__(
-        self,
-        backbone: str = "lowrank",
-        rank: int = 128,
-        latent_scale: float = 1.0,
-        gamma: float = 0.7,
-        sparsity: float = 0.01,
-        activation: str = "silu",
-        gate: str = "tensor",
-        **kwargs,
-    ):
-        self.backbone = backbone
-        self.rank = rank
-        self.latent_scale = latent_scale
-        self.gamma = gamma
-        self.sparsity = sparsity
-        self.activation = activation
-        self.gate = gate
-        super().__init__(**kwargs)
+    backbone: str = "lowrank"
+    rank: int = 128
+    latent_scale: float = 1.0
+    gamma: float = 0.7
+    sparsity: float = 0.01
+    activation: str = "silu"
+    gate: str = "tensor"
 
     @property
     def crosses(self) -> bool:

@@ -90,8 +90,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         if bias is None:
-            at = torch.arange(q.shape[2], device=q.device)
-            bias = torch.where(at <= at[:, None], 0.0, -torch.inf)
+            positions = torch.arange(q.shape[2], device=q.device)
+            bias = torch.where(positions <= positions[:, None], 0.0, -torch.inf)
         scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1]) + bias
         return scores.softmax(-1).to(q.dtype) @ v
     return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
@@ -246,11 +246,11 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        own = adapter.split(self, self.state_dict())
+        exported = adapter.split(self, self.state_dict())
         for path, layer in named_layers(self):
             for name in projections(path, layer):
                 for leaf, value in layer.initial(seeded, name).items():
-                    own[f"{name}.{leaf}"].copy_(value)
+                    exported[f"{name}.{leaf}"].copy_(value)
 
 
 def build_model(

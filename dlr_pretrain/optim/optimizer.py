@@ -231,7 +231,7 @@ def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float 
 
 
 def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
-    return getattr(part, "_step_supports_amp_scaling", False)  # the attribute that torch's gradient scaler checks
+    return getattr(part, "_step_supports_amp_scaling", False)  # torch's gradient scaler asks the same way
 
 
 def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:

@@ -36,9 +36,9 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
         return cfg
     world = ranks.world_size
     share = cfg.train.global_batch // world
-    kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
-    most = kept.get(str(world), share)
-    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE_SHARE)
+    recorded = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
+    most = recorded.get(str(world), share)
+    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in recorded else USABLE_SHARE)
 
     def fits(rows: int) -> bool:
         return planned_memory(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room
@@ -49,7 +49,7 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
         rule = f"not even one sequence of train.seq_len={cfg.train.seq_len} fits in {least / 1e9:.1f} GB of a GPU"
         fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
         raise UserError(f"train.micro_batch=auto: {rule}. {fix}; nvidia-smi shows what else is on the GPU")
-    ranks.on_main(lambda: update_record(run_dir, {"micro_batch": kept | {str(world): rows}}))
+    ranks.on_main(lambda: update_record(run_dir, {"micro_batch": recorded | {str(world): rows}}))
     return replace(cfg, train=replace(cfg.train, micro_batch=rows))
 
 
