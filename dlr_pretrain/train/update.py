@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -52,15 +52,13 @@ def to_host(outcome: Outcome[Tensor]) -> Callable[[], Outcome[float]]:
     return wait
 
 
-def add_gradients(
-    model: Llama, summing: Callable[[bool], AbstractContextManager[None]], last: bool, inputs: tuple[Tensor, ...]
-) -> Tensor:
-    """Add the gradients of one micro-batch to those of the update; the ``last`` one sums them over ranks.
+def add_gradients(model: Llama, sums_in: torch.dtype, last: bool, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Add the gradients of one micro-batch to those of the update; the ``last`` one sums them over ranks, in a dtype.
 
     ``inputs`` are those of ``model``, and the count of targets that divides its loss. Returns the loss.
     """
     *batch, count = inputs
-    with summing(last):
+    with parallel.summed_over_ranks(model, last, sums_in):
         with record_function("forward"):
             loss = model(*batch) / count
         with record_function("backward"):
@@ -76,8 +74,7 @@ class Update:
         if cfg.compile:
             parallel.compile_(cfg, model)
         self.parameters = list(model.parameters())
-        summing = parallel.summing(model, ranks.world_size, sum_dtype(cfg.precision.name, ranks.world_size))
-        self.compute: Compute = partial(add_gradients, model, summing)
+        self.compute: Compute = partial(add_gradients, model, sum_dtype(cfg.precision.name, ranks.world_size))
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
             micro_batches = cfg.train.global_batch // ranks.world_size // self.micro_batch
