@@ -13,8 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, but under this name alone
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
@@ -171,7 +170,7 @@ class _Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.known and storage._cdata not in self.made:

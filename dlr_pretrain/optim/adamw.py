@@ -121,7 +121,7 @@ class WideAdamW(torch.optim.Optimizer):
                     if p.grad is not None:
                         self.update(p, p.grad, group, lr)
         updated = [self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if updated:  # one launch; with a scalar as the second argument the host would wait
+        if updated:  # one launch, which has no public name; with a scalar as the second argument the host would wait
             torch._foreach_add_(updated, [(self.found_inf == 0).float()] * len(updated))
 
     def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
@@ -160,8 +160,7 @@ class WideAdamW(torch.optim.Optimizer):
 
 def _graph_per_shape() -> AbstractContextManager:
     """Lift Dynamo's limit on the graphs of a function: ``_advance`` has one per shape."""
-    # takes a second to import; public are only a setting for the whole process, and a number
-    from torch._dynamo.utils import disable_cache_limit
+    from torch._dynamo.utils import disable_cache_limit  # takes a second to import; the public limit is global
 
     return disable_cache_limit()
 

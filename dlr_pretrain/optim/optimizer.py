@@ -112,7 +112,7 @@ class Optimizer:
     @torch.no_grad()
     def put_in(self) -> None:
         """Set the working weights to the values plus residuals, rounded once."""
-        if self.has_masters:
+        if self.has_masters:  # in few launches, for which torch has no public name; so below
             torch._foreach_copy_(list(self.working.values()), [self.values[name] for name in self.working])
         if self.residuals is not None:
             self.residuals.put_in()

@@ -85,8 +85,22 @@ def without_backward(model: Any) -> Iterator[None]:
         model.set_reshard_after_forward(False, recurse=False)
 
 
+def gradient_groups(model: Llama, world_size: int) -> list[list[Tensor]]:
+    """The trained parameters whose replicated gradients are summed at once: of the head, of each block, all others.
+
+    Empty on one rank, and under FSDP, which sums gradients itself.
+    """
+    if world_size == 1 or is_fsdp(model):
+        return []
+    groups = [[p for p in part.parameters() if p.requires_grad] for part in (model.lm_head, *model.model.layers)]
+    grouped = {p for group in groups for p in group}
+    return [*groups, [p for p in model.parameters() if p.requires_grad and p not in grouped]]
+
+
 @contextmanager
-def summed_over_ranks(model: Any, last: bool, dtype: torch.dtype | None = None) -> Iterator[None]:
+def summed_over_ranks(
+    model: Any, groups: Sequence[Sequence[Tensor]], last: bool, dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """The context to compute the gradients of a micro-batch in, which may be the ``last`` of an update.
 
     After the last, gradients are sums over all micro-batches and ranks. They are not averaged, because the loss is
@@ -95,19 +109,15 @@ def summed_over_ranks(model: Any, last: bool, dtype: torch.dtype | None = None) 
     FSDP sums after every micro-batch, because whole gradients would need the memory that it saves. HSDP does so within
     a node, and sums over nodes after the last.
 
-    Replicated gradients are summed in ``dtype``, by default their own, during the last backward pass: those of the
-    head, of each block, and the rest. When all gradients of such a group are complete, they are copied into one buffer
-    and become views of it, and its sum starts. In another dtype a copy of the buffer is summed, and rounded once.
+    Replicated gradients are summed in ``dtype``, by default their own, during the last backward pass. When all of one
+    of the ``gradient_groups`` are complete, they are copied into one buffer and become views of it, and its sum starts.
+    In another dtype a copy of the buffer is summed, and rounded once.
     """
     if is_fsdp(model):
         model.set_requires_all_reduce(last)
-    if is_fsdp(model) or not last or not dist.is_initialized():
+    if not last or not groups:
         yield
         return
-    modules = (model.lm_head, *model.model.layers)
-    groups = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-    grouped = {p for group in groups for p in group}
-    groups.append([p for p in model.parameters() if p.requires_grad and p not in grouped])  # embedding and last norm
     missing = [len(group) for group in groups]
     started: deque[tuple[Any, Tensor, Tensor]] = deque()  # a sum, what it is written to, and the gradients
 

@@ -113,6 +113,7 @@ class Recorded:
     def outcome(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the loss, and the norm of each gradient."""
         gradients = [local_rows(p.grad) for p in self.parameters if p.grad is not None]
+        # torch has no public name for few launches over many tensors
         return loss.clone(), torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
 
     def clear(self) -> None:

@@ -132,7 +132,7 @@ def test_a_rank_of_1024_holds_its_rows(rank, parallel, shape):
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
         shard_(cfg, model)
         ids = torch.zeros(1, 32, dtype=torch.int64)
-        with summed_over_ranks(model, last=True):
+        with summed_over_ranks(model, [], last=True):
             model(ids, ids).backward()
         place = rank % shape[-1]
         for name, p in model.named_parameters():
