@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
@@ -53,7 +51,7 @@ def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
     model = build_model(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # no padding, no recomputation
     ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
-    with AttentionAsOnGpu(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
 
@@ -73,23 +71,6 @@ def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
         shapes = build_model(dense, model.lm_head.out_features, torch.device("meta"))
         folded = parameter_counts(dense, shapes)["total"]
     return {"total": total + learned, "trainable": trained + learned, "folded": folded}
-
-
-class AttentionAsOnGpu(TorchFunctionMode):
-    """Within this context, attention on the meta device is one of a GPU's fused operators.
-
-    By default the meta device runs the operator that forms the attention weights [T, T], and ``sdpa_kernel`` does not
-    change that: the operators themselves are called, which have no public names.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v, bias = args
-        if bias is None:
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        shared = bias.expand(-1, q.shape[1], -1, -1)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, shared, True, 0.0, False)[0]
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
-from dlr_pretrain.models.flops import AttentionAsOnGpu
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE, sum_dtype
@@ -137,7 +136,7 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
     for p in trained:
         p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if held else None
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
-    with AttentionAsOnGpu(), _Alive(known) as alive:
+    with _Alive(known) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         loss = model(ids, ids, ids if masked else None)
         activations = alive.now()
@@ -148,7 +147,7 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
 @torch.no_grad()
 def forward_bytes(model: Llama, micro_batch: int, seq_len: int, masked: bool = False) -> int:
     """The bytes at the peak of a forward pass that keeps nothing, as ``step_bytes`` counts them."""
-    with AttentionAsOnGpu(), _Alive([*model.parameters(), *model.buffers()]) as alive:
+    with _Alive([*model.parameters(), *model.buffers()]) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         model(ids, ids, ids if masked else None)
     return alive.peak
