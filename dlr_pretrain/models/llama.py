@@ -91,7 +91,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     A model compiled for a CPU in bf16 uses plain products with fused code between them. The backward pass of torch's
     operator takes 2.4 times as long there (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
     """
-    if q.is_meta:
+    if q.device.type == "meta":
         if bias is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         shared = bias.expand(-1, q.shape[1], -1, -1)
