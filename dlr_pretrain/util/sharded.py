@@ -51,21 +51,21 @@ def local_rows(tensor: Tensor) -> Tensor:
     """The rows of ``tensor`` that this rank holds. Every call returns the same object, as optimizers need."""
     if not is_sharded(tensor):
         return tensor
-    kept = vars(tensor)
-    if "_local_rows" not in kept:
+    attributes = vars(tensor)
+    if "_local_rows" not in attributes:
         with torch.no_grad():
-            kept["_local_rows"] = tensor.to_local()
-    return kept["_local_rows"]
+            attributes["_local_rows"] = tensor.to_local()
+    return attributes["_local_rows"]
 
 
-def shard_like(tensor: Tensor, own: Tensor) -> Tensor:
-    """A tensor with the shape and sharding of ``tensor``, whose rows on this rank are ``own``."""
+def shard_like(tensor: Tensor, rows: Tensor) -> Tensor:
+    """A tensor with the shape and sharding of ``tensor``, whose rows on this rank are ``rows``."""
     if not is_sharded(tensor):
-        return own
+        return rows
     from torch.distributed.tensor import DTensor
 
     shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
-    return DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(rows, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole(stored: Tensor | Stored) -> Tensor:
@@ -83,8 +83,8 @@ def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
     """All rows of ``tensor``, on every rank. All ranks must call this."""
-    own = tensor.detach()
-    return own.full_tensor() if is_sharded(own) else own
+    plain = tensor.detach()
+    return plain.full_tensor() if is_sharded(plain) else plain
 
 
 def summed_(tensor: Tensor, like: Tensor) -> Tensor:
