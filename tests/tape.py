@@ -57,11 +57,11 @@ def run(function: Any, args: tuple, kwargs: dict) -> Any:
 
 
 class Tape(TorchDispatchMode):
-    """Has the methods of ``CudaGraph``. ``outliving`` returns the tensors that remain after the function."""
+    """A graph for ``Recorded.capture``. ``outliving`` returns the tensors that remain after the recorded function."""
 
     def __init__(self, outliving: Callable[[], Iterable[Tensor]]):
         super().__init__()
-        self.outliving, self.operations, self.replays, self.pool = outliving, [], 0, None
+        self.outliving, self.operations, self.replays = outliving, [], 0
         self.allocated: set[int] = set()  # storages
         self.overwritten: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # older, and a copy of each
         self.sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # FSDP empties storages, which graphs keep
@@ -98,6 +98,9 @@ class Tape(TorchDispatchMode):
         for storage, copy in self.overwritten.values():
             storage.copy_(copy)
         return result
+
+    def pool(self) -> None:
+        """Tapes share no memory."""
 
     def fill_storages(self) -> None:
         for storage, size in self.sizes.values():

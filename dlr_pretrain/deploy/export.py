@@ -11,7 +11,7 @@ import pkgutil
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -31,7 +31,7 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, build_model
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import locked, read_json, share_mode, sync, write_text
 from dlr_pretrain.util.process import without_warnings
@@ -122,8 +122,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     """
     draft = draft_folder(folder)
     with locked(draft) as held:
-        for left in set(draft.iterdir()) - {held.lock}:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for path in set(draft.iterdir()) - {held.lock}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield draft
         held.lock.unlink()
         for path in (*draft.rglob("*"), draft):
@@ -158,14 +158,19 @@ def deployed(
 
 
 def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = Llama(cfg, len(tensors["lm_head.weight"]))
     merged = dict(tensors)
-    for path, layer in named_layers(model):
+    for path, layer in named_layers(build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))):
         for name in projections(path, layer):
-            own = {leaf: merged.pop(f"{name}.{leaf}") for leaf, _ in layer.parts.values()}
-            merged[f"{name}.weight"] = layer.dense(own)
+            parts = {leaf: merged.pop(f"{name}.{leaf}") for leaf, _ in layer.parts.values()}
+            merged[f"{name}.weight"] = layer.dense(parts)
     return merged
+
+
+def loaded_model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Llama:
+    """The model of ``cfg`` with ``tensors``, by their exported names, for forward passes."""
+    model = build_model(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
+    load_(model, tensors)
+    return model.requires_grad_(False)
 
 
 def deployed_dense(cfg: Config) -> bool:
@@ -187,8 +192,7 @@ def modeling(cfg: Config) -> str:
     if not cfg.backbone.exported_layer:
         return text
     layer = pkgutil.resolve_name(cfg.backbone.exported_layer)
-    own = f"{inspect.getsource(layer)}\n\nLAYERS[{cfg.backbone.name!r}] = {layer.__name__}"
-    return f"{text}\n\n{own}\n"
+    return f"{text}\n\n{inspect.getsource(layer)}\n\nLAYERS[{cfg.backbone.name!r}] = {layer.__name__}\n"
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
@@ -200,9 +204,9 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5
     from safetensors import SafetensorError
 
     # copies, because projections are views of fused tensors, which safetensors refuses
-    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
-        save_torch_state_dict(own, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
+        save_torch_state_dict(copies, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
     except SafetensorError as error:
         raise UserError(f"{folder}: its weights cannot be written: {error}") from error
     for file in folder.glob("model*.safetensors"):
@@ -231,7 +235,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
     return {
         "model_type": "lowrank_llama",
         "architectures": ["LowRankLlamaForCausalLM"],
-        "auto_map": {auto: f"{MODELING.stem}.LowRankLlama{own}" for auto, own in AUTO_CLASSES.items()},
+        "auto_map": {auto: f"{MODELING.stem}.LowRankLlama{name}" for auto, name in AUTO_CLASSES.items()},
         "backbone": cfg.backbone.name,
         **{name: getattr(cfg.backbone, name) for name in exported_keys(cfg) or ()},
         **({LAYER: cfg.backbone.exported_layer} if cfg.backbone.exported_layer else {}),
@@ -291,9 +295,9 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     AutoConfig.register(LowRankLlamaConfig.model_type, LowRankLlamaConfig, exist_ok=True)
     AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM, exist_ok=True)
     if not (folder / "config.json").is_file():
-        fix = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
-        raise UserError(f"{folder}: has no config.json. {fix}")
-    _register_own_layer(folder)
+        example = "such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
+        raise UserError(f"{folder}: has no config.json. Name a folder that an export wrote, {example}")
+    _register_layer(folder)
     disable_progress_bar()
     lenient = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False}
     try:
@@ -304,13 +308,13 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
         raise UserError(f"{folder}: is not what an export wrote: {first_line(error)}. Export it again") from error
     wrong = [f"{name}: missing" for name in sorted(report["missing_keys"])]
     wrong += [f"{name}: not a tensor of this model" for name in sorted(report["unexpected_keys"])]
-    wrong += [f"{n}: has shape {[*has]} instead of {[*needs]}" for n, has, needs in sorted(report["mismatched_keys"])]
+    wrong += [f"another shape: {mismatch}" for mismatch in sorted(report["mismatched_keys"])]
     if wrong:
         raise UserError("\n  ".join([f"{folder}: its weights are not those of its config.json:", *shortened(wrong)]))
     return model.eval(), tokenizer
 
 
-def _register_own_layer(folder: Path) -> None:
+def _register_layer(folder: Path) -> None:
     """Register the exported layer of a user's own backbone, from the user's package, with our modeling file."""
     from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS, LowRankLinear
 
@@ -320,16 +324,16 @@ def _register_own_layer(folder: Path) -> None:
     if not (name := settings.get(LAYER)):
         return
     if came_with(folder, re.split("[.:]", name)[0]):
-        rule = "is in a folder around it, from which it may have been downloaded"
-        raise UserError(f"{folder}: names the layer {name}, which {rule}. If you trust its code, install its package")
+        origin = "is in a folder around it, from which it may have been downloaded"
+        raise UserError(f"{folder}: names the layer {name}, which {origin}. If you trust its code, install its package")
     try:
         layer = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         fix = "Install its package, or add the folder that holds it to PYTHONPATH"
         raise UserError(f"{folder}: needs {name}, which cannot be imported ({error}). {fix}") from error
     if not (isinstance(layer, type) and issubclass(layer, LowRankLinear)):
-        rule = "which is not a subclass of LowRankLinear"
-        raise UserError(f"{folder}: names the layer {name}, {rule}. Its config.json is not what an export wrote")
+        kind = "which is not a subclass of LowRankLinear"
+        raise UserError(f"{folder}: names the layer {name}, {kind}. Its config.json is not what an export wrote")
     LAYERS[settings["backbone"]] = layer
 
 
@@ -359,12 +363,7 @@ def agreement(
             import transformers  # noqa: F401
     except Exception as error:  # its own imports may fail in many ways, such as a torchvision built for another torch
         return f"not verified: transformers cannot be imported ({first_line(error)})"
-    with torch.device("meta"):
-        model = Llama(cfg, len(tensors["lm_head.weight"]))
-    model.to_empty(device="cpu")
-    load_(model, tensors)
-    expected = model.logits(ids)
-    del model  # frees its memory before the folder's model is loaded
+    expected = loaded_model(cfg, tensors, torch.device("cpu"), torch.float32).logits(ids)
     exported, exported_tokenizer = open_folder(folder, torch.float32)
     difference = ((exported(input_ids=ids).logits - expected).abs().max() / expected.std()).item()
     if not difference <= LOGIT_BOUNDS[rounded]:  # NaN is beyond it too
@@ -377,8 +376,7 @@ def agreement(
         if isinstance(tokenizer, FastTokenizer) and split:  # training drops the end, which may be a word, from texts
             probed = [id for id in probed if id != tokenizer.eos_id]
         if probed != tokenizer.encode([text])[0].tolist():
-            rule = "its tokenizer.json does not give the ids that the model was trained on"
-            raise UserError(f"{folder}: {rule}, for {text!r}")
+            raise UserError(f"{folder}: its tokenizer.json does not give the ids of training, for {text!r}")
     write_sample(folder, exported, exported_tokenizer, ids[0, :PROMPT])
     return f"transformers loads it; its logits differ by at most {difference:.0e} of their standard deviation"
 

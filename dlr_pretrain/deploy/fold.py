@@ -19,9 +19,9 @@ from torch.utils.benchmark import Timer
 from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.run_folder import MANIFEST, read_config, read_record
 from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
-from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few_digits
+from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few_digits, loaded_model
 from dlr_pretrain.models import Llama, build_model
-from dlr_pretrain.models.adapter import load_, split
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.residual import Residuals, add_, branch_
 from dlr_pretrain.util.errors import UserError
@@ -99,12 +99,8 @@ def by_exported_name(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Te
 @torch.no_grad()
 def weights_identical(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
     """Whether ``folded`` equal, bit for bit, the working weights that training forms from ``tensors``."""
-    cpu, dtype = torch.device("cpu"), WORKING_DTYPE[cfg.precision.name]
-    model = build_model(cfg, len(tensors["lm_head.weight"]), cpu, dtype, initialize=False)
-    values = {name: tensors[name].clone() for name, _ in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.copy_(values[name])
-    residuals = Residuals(model, cfg.dlr, values)
+    model = _model(cfg, by_exported_name(cfg, tensors), torch.device("cpu"))
+    residuals = Residuals(model, cfg.dlr, {name: tensors[name].clone() for name, _ in model.named_parameters()})
     if residuals.alpha is not None:
         residuals.alpha.copy_(tensors[ALPHA])
     residuals.put_in()
@@ -116,25 +112,25 @@ def weights_identical(cfg: Config, tensors: Mapping[str, Tensor], folded: Mappin
 def consistency(
     cfg: Config,
     state: Mapping[str, Tensor],
-    own: Config,
+    exported: Config,
     weights: dict[str, Tensor],
     validation: ValidationSet,
     device: torch.device,
 ) -> dict[str, object]:
     """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to the exported model.
 
-    ``own`` and ``weights`` are the exported configuration and tensors (see ``deployed``). Both models compute in the
-    run's working dtype. Before folding, the residual is a branch in activation space. Latencies are medians in ms.
+    ``exported`` and ``weights`` are its configuration and tensors (see ``deployed``). Both models compute in the run's
+    working dtype. Before folding, the residual is a branch in activation space. Latencies are medians in ms.
     """
     before = _model(cfg, by_exported_name(cfg, state), device)
     branch_(before, cfg.dlr, state.get(ALPHA))
-    own = replace(own, dlr=replace(cfg.dlr, enabled=False))
-    after = _model(own, weights, device)
+    plain = replace(exported, dlr=replace(cfg.dlr, enabled=False))
+    after = _model(plain, weights, device)
     models = {"before": before, "after": after}
     return {
         "layers": 7 * cfg.scale.num_layers,
         "parameters_before": parameter_counts(cfg, before)["total"],
-        "parameters_after": parameter_counts(own, after)["total"],
+        "parameters_after": parameter_counts(plain, after)["total"],
         **_compare(models, validation, device),
         **_latencies(models, validation, device),
     }
@@ -142,10 +138,7 @@ def consistency(
 
 def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:
     """The model of ``cfg`` in the working dtype of training."""
-    dtype = WORKING_DTYPE[cfg.precision.name]
-    model = build_model(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
-    load_(model, tensors)
-    return model.requires_grad_(False)
+    return loaded_model(cfg, tensors, device, WORKING_DTYPE[cfg.precision.name])
 
 
 def batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple[Tensor, ...]]:

@@ -1,7 +1,7 @@
 """LLaMA with low-rank linear layers, for transformers 4.57 and 5.x.
 
-This file is part of the checkpoint (``trust_remote_code=True``) and needs only torch and transformers. Cache, attention
-kernels, generation and everything else are those of the library's LLaMA; the seven projections of each block are
+This file is part of the checkpoint (``trust_remote_code=True``) and needs only torch and transformers. The model is the
+library's LLaMA, but for the seven linear layers of each block:
 
     lowrank    y = s B A x
     cola       y = s B silu(A x)
@@ -13,31 +13,18 @@ In lax and cola_lax the model makes a ``Latents`` for each forward pass, which t
 as an argument. A position reads no latents of other positions, so cached positions need none.
 """
 
+import threading
 from functools import wraps
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, GenerationMixin, LlamaConfig, LlamaForCausalLM, LlamaModel
-from transformers.activations import ACT2FN
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaPreTrainedModel,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-try:
-    from transformers.initialization import copy_  # skips tensors that a checkpoint has set
-except ImportError:  # transformers 4 initialises only modules that no checkpoint has set
-    copy_ = Tensor.copy_
+CALL = threading.local()  # its ``latents`` are those of the block that this thread is in
 
 
 class LowRankLlamaConfig(LlamaConfig):
@@ -49,25 +36,13 @@ class LowRankLlamaConfig(LlamaConfig):
 
     model_type = "lowrank_llama"
 
-    def __init__(
-        self,
-        backbone: str = "lowrank",
-        rank: int = 128,
-        latent_scale: float = 1.0,
-        gamma: float = 0.7,
-        sparsity: float = 0.01,
-        activation: str = "silu",
-        gate: str = "tensor",
-        **kwargs,
-    ):
-        self.backbone = backbone
-        self.rank = rank
-        self.latent_scale = latent_scale
-        self.gamma = gamma
-        self.sparsity = sparsity
-        self.activation = activation
-        self.gate = gate
-        super().__init__(**kwargs)
+    backbone: str = "lowrank"
+    rank: int = 128
+    latent_scale: float = 1.0
+    gamma: float = 0.7
+    sparsity: float = 0.01
+    activation: str = "silu"
+    gate: str = "tensor"
 
     @property
     def crosses(self) -> bool:
@@ -94,13 +69,13 @@ class LowRankLlamaConfig(LlamaConfig):
 
 
 class Latents:
-    """The latents of one forward pass: (block, projection) -> [..., rank]. Not a dict, which hooks would copy.
+    """The latents of one forward pass by (block, projection), [..., rank]. Not a dict, which hooks would copy.
 
     A block that gradient checkpointing recomputes keeps the latents of its first run, to whose graph they belong.
     """
 
     def __init__(self):
-        self.of: dict[tuple[int, str], Tensor] = {}
+        self.by_layer: dict[tuple[int, str], Tensor] = {}
 
 
 class LowRankLinear(nn.Module):
@@ -120,7 +95,7 @@ class LowRankLinear(nn.Module):
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h) if self.silu else h
 
-    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.b(self.activate(self.a(x)) * self.scale)
 
 
@@ -139,7 +114,7 @@ class LostLinear(LowRankLinear):
         """The channels until a checkpoint sets them: ``count`` equally spaced ones."""
         return torch.arange(count) * self.d_in // count
 
-    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         z = self.activate(self.a(x))
         return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
 
@@ -167,13 +142,13 @@ class LaxLinear(LowRankLinear):
             self.gate = TensorGate(config.rank) if config.gate == "tensor" else nn.Linear(config.rank, config.rank)
             self.norm = nn.LayerNorm(config.rank, eps=1e-6)
 
-    def forward(self, x: Tensor, latents: Latents) -> Tensor:
-        h = self.a(x)
+    def forward(self, x: Tensor) -> Tensor:
+        h, latents = self.a(x), CALL.latents.by_layer
         if self.block:
-            h = self.norm(h + self.gate(latents.of[self.block - 1, self.name].to(h.device)))
+            h = self.norm(h + self.gate(latents[self.block - 1, self.name].to(h.device)))
         z = self.activate(h)
         if not self.last:
-            latents.of.setdefault((self.block, self.name), z)
+            latents.setdefault((self.block, self.name), z)
         return self.b(z)
 
 
@@ -186,83 +161,34 @@ LAYERS = {
 }
 
 
-class LowRankLlamaAttention(LlamaAttention):
-    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        nn.Module.__init__(self)  # the library's would build dense projections
-        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.num_key_value_groups = heads // key_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        layer, wide, narrow = LAYERS[config.backbone], heads * self.head_dim, key_heads * self.head_dim
-        self.q_proj = layer(config.hidden_size, wide, config, layer_idx, "q_proj")
-        self.k_proj = layer(config.hidden_size, narrow, config, layer_idx, "k_proj")
-        self.v_proj = layer(config.hidden_size, narrow, config, layer_idx, "v_proj")
-        self.o_proj = layer(wide, config.hidden_size, config, layer_idx, "o_proj")
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        latents: Latents | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p(hidden_states, latents).view(shape).transpose(1, 2) for p in projections)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        cache, past = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
-        if cache is not None:  # transformers 5.24
-            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        elif past is not None:
-            k, v = past.update(k, v, self.layer_idx, {"cache_position": kwargs.get("cache_position")})
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        y, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(y.reshape(*shape[:-2], -1), latents), weights
-
-
-class LowRankLlamaMLP(LlamaMLP):
-    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        nn.Module.__init__(self)
-        layer, narrow, wide = LAYERS[config.backbone], config.hidden_size, config.intermediate_size
-        self.config, self.hidden_size, self.intermediate_size = config, narrow, wide
-        self.gate_proj = layer(narrow, wide, config, layer_idx, "gate_proj")
-        self.up_proj = layer(narrow, wide, config, layer_idx, "up_proj")
-        self.down_proj = layer(wide, narrow, config, layer_idx, "down_proj")
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x, latents)) * self.up_proj(x, latents), latents)
-
-
 class LowRankLlamaDecoderLayer(LlamaDecoderLayer):
-    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        nn.Module.__init__(self)
-        self.hidden_size = config.hidden_size
-        self.self_attn = LowRankLlamaAttention(config, layer_idx)
-        self.mlp = LowRankLlamaMLP(config, layer_idx)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    """The library's block, whose linear layers become low-rank ones of the same shapes."""
 
-    def forward(self, hidden_states: Tensor, latents: Latents | None = None, **kwargs) -> Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), latents=latents, **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), latents)
+    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        for part in (self.self_attn, self.mlp):
+            for name, dense in list(part.named_children()):
+                if isinstance(dense, nn.Linear):
+                    shape = dense.in_features, dense.out_features
+                    setattr(part, name, LAYERS[config.backbone](*shape, config, layer_idx, name))
+
+    def forward(self, *args, latents: Latents | None = None, **kwargs) -> Tensor:
+        outer, CALL.latents = getattr(CALL, "latents", None), latents
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            CALL.latents = outer
 
 
 class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
     config_class = LowRankLlamaConfig
     _no_split_modules: ClassVar = ["LowRankLlamaDecoderLayer"]
-    _can_record_outputs: ClassVar = {"hidden_states": LowRankLlamaDecoderLayer, "attentions": LowRankLlamaAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, LostLinear):
-            copy_(module.channels, module.spread(len(module.channels)))
+            if not getattr(module.channels, "_is_hf_initialized", False):  # transformers 5 marks what it has loaded
+                module.channels.copy_(module.spread(len(module.channels)))
         elif isinstance(module, TensorGate):
             for e in module.parameters():
                 nn.init.normal_(e, std=self.config.initializer_range)
@@ -277,14 +203,8 @@ class LowRankLlamaModel(LowRankLlamaPreTrainedModel, LlamaModel):
     """The library's LLaMA without its head, with low-rank blocks."""
 
     def __init__(self, config: LowRankLlamaConfig):
-        LlamaPreTrainedModel.__init__(self, config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        super().__init__(config)
         self.layers = nn.ModuleList(LowRankLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        self.gradient_checkpointing = False
         self.post_init()
 
     @wraps(LlamaModel.forward)
@@ -295,7 +215,7 @@ class LowRankLlamaModel(LowRankLlamaPreTrainedModel, LlamaModel):
         return super().forward(*args, **kwargs)
 
 
-class LowRankLlamaForCausalLM(LowRankLlamaPreTrainedModel, LlamaForCausalLM, GenerationMixin):
+class LowRankLlamaForCausalLM(LowRankLlamaPreTrainedModel, LlamaForCausalLM):
     """``LowRankLlamaModel`` with its head: loss, cache and generation are the library's."""
 
     def __init__(self, config: LowRankLlamaConfig):

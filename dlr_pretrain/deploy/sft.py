@@ -91,8 +91,8 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
         trainer.train()
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         if not all(map(math.isfinite, losses)):
-            rule = "a loss is not finite. Nothing was written"
-            raise UserError(f"{output}: {rule}. Lower --lr {setting['learning_rate']:g}")
+            fix = f"Lower --lr {arguments.learning_rate:g}"
+            raise UserError(f"{output}: a loss is not finite. Nothing was written. {fix}")
         if main:
             for path in filter(Path.is_file, folder.rglob("*")):
                 if ".safetensors" not in path.name and path.name != "fold.json":
@@ -110,7 +110,7 @@ def digests(folder: Path, rows) -> dict[str, str]:
     """What identifies the weights of ``folder`` and the texts of ``rows``, wherever they lie."""
     files = "".join(sha256_of(path) for path in sorted(folder.glob("*.safetensors")))
     texts = json.dumps([*rows], sort_keys=True)
-    return {name: hashlib.sha256(of.encode()).hexdigest()[:16] for name, of in (("weights", files), ("texts", texts))}
+    return {name: hashlib.sha256(s.encode()).hexdigest()[:16] for name, s in (("weights", files), ("texts", texts))}
 
 
 def is_finished(output: Path, setting: dict[str, Any]) -> bool:
@@ -126,7 +126,7 @@ def is_finished(output: Path, setting: dict[str, Any]) -> bool:
     ignored = {"source"} if "weights" in before else set()  # it may have moved
     both = {name: (before[name], value) for name, value in setting.items() if name in before and name not in ignored}
     if changed := {name: values for name, values in both.items() if values[0] != values[1]}:
-        rule = f"holds a model that was fine-tuned with other settings ({describe_differences(changed)})"
-        raise UserError(f"{output}: {rule}. Name another --output")
+        changes = describe_differences(changed)
+        raise UserError(f"{output}: holds a model fine-tuned with other settings ({changes}). Name another --output")
     write_to_stderr(f"note: {output} exists already, and stays as it is")
     return True

@@ -82,10 +82,8 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Fast:
         "writes spaces as suffixes": proto.trainer_spec.treat_whitespace_as_suffix,
         "does not mark spaces": not spec.escape_whitespaces,
     }
-    for reason, found in unsupported.items():
-        if found:
-            rule = "and cannot be exported for transformers. Use a model such as T5's"
-            raise UserError(f"{tokenizer.path}: {reason}, {rule}")
+    for reason in (reason for reason, applies in unsupported.items() if applies):
+        raise UserError(f"{tokenizer.path}: {reason}, and cannot be exported for transformers. Use one such as T5's")
     has_bytes = any(piece.type == BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.type == UNKNOWN)
     if kind == UNIGRAM:
@@ -106,7 +104,7 @@ def _bpe(pieces, unknown: str, has_bytes: bool) -> models.BPE:
     """The BPE model with sentencepiece's merges: it joins the two neighbours whose joint piece scores best."""
     ids = {piece.piece: i for i, piece in enumerate(pieces)}
     ordinary = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
-    splits = ((piece[:at], piece[at:]) for piece in ordinary for at in range(1, len(piece)))
+    splits = ((piece[:cut], piece[cut:]) for piece in ordinary for cut in range(1, len(piece)))
     merges = [(left, right) for left, right in splits if left in ordinary and right in ordinary]
     merges.sort(key=lambda pair: (-ordinary["".join(pair)], ids[pair[0]], ids[pair[1]]))
     return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
@@ -138,8 +136,8 @@ def _split_literal_specials(pieces) -> pre_tokenizers.PreTokenizer:
     patterns = []
     for literal in (piece.piece for piece in pieces if piece.type in (UNKNOWN, CONTROL, BYTE)):
 
-        def harm(at: int, literal: str = literal) -> tuple[bool, bool]:
-            pair = literal[at - 1 : at + 1]
+        def harm(cut: int, literal: str = literal) -> tuple[bool, bool]:
+            pair = literal[cut - 1 : cut + 1]
             return any(pair in piece for piece in ordinary), ordinary.isdisjoint(pair)
 
         cut = min(range(1, len(literal)), key=harm)

@@ -77,10 +77,10 @@ def evaluate(folder: Path, tasks: dict[str, dict], as_in_paper: bool, limit: int
     kind, device = EndsEachText if as_in_paper else HFLM, "cuda" if torch.cuda.is_available() else "cpu"
     model = kind(str(folder), softmax_dtype="float32", device=device, **how)  # scores rounded to bf16 would tie
     parts = {name: task for of_task in tasks.values() for name, task in of_task.items()}
-    found = evaluator.evaluate(model, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)
-    if found is None:
+    results = evaluator.evaluate(model, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)
+    if results is None:
         return None
-    scored = {name: measures([found["samples"][part] for part in task]) for name, task in tasks.items()}
+    scored = {name: measures([results["samples"][part] for part in task]) for name, task in tasks.items()}
     return {"context_length": model.max_length, "dtype": str(model.model.dtype)[len("torch.") :], "tasks": scored}
 
 

@@ -44,11 +44,11 @@ def unpadded_sizes(model: nn.Module) -> dict[str, int]:
 def load_(model: nn.Module, exported: Mapping[str, Tensor]) -> None:
     """Load ``exported``, which holds all tensors of ``model`` by their exported names. Padding becomes zero."""
     zero_layers_(model)
-    own = split(model, model.state_dict())
-    if own.keys() != exported.keys():
-        raise KeyError(f"not the tensors of this model: {sorted(own.keys() ^ exported.keys())[:5]}")
+    targets = split(model, model.state_dict())
+    if targets.keys() != exported.keys():
+        raise KeyError(f"not the tensors of this model: {sorted(targets.keys() ^ exported.keys())[:5]}")
     for name, value in exported.items():
-        own[name].copy_(value)
+        targets[name].copy_(value)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dlr_pretrain.models.residual import columns_of, divisor_of
+from dlr_pretrain.models.residual import columns_of, divisor_of, plus
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -43,10 +43,9 @@ class Residual(nn.Module):
         self.register_buffer("columns", columns, persistent=False)
 
     def forward(self, b: Tensor) -> Tensor:
-        wide = at_least_fp32(b.dtype)
-        alpha = self.alpha.to(wide) if isinstance(self.alpha, Tensor) else self.alpha
-        r_t = self.columns[:, None] == torch.arange(b.shape[1], device=b.device)
-        return (b.to(wide) + r_t.to(wide) * (alpha / self.divisor)).to(b.dtype)
+        receives = self.columns[:, None] == torch.arange(b.shape[1], device=b.device)
+        alpha = self.alpha.to(at_least_fp32(b.dtype)) if isinstance(self.alpha, Tensor) else self.alpha
+        return torch.where(receives, plus(b, alpha / self.divisor), b)
 
     def get_extra_state(self) -> Tensor:
         """[[beta, CRC-32 of the columns]], in float64. If alpha is learned, beta is for alpha = 1.
@@ -58,13 +57,13 @@ class Residual(nn.Module):
         return torch.tensor([[alpha / self.divisor, checksum]], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        (beta, columns), (own, own_columns) = state.flatten().tolist(), self.get_extra_state()[0].tolist()
-        if beta != own:
-            rule = f"was trained with another residual: beta={beta:g}, but here {own:g}"
-            raise RuntimeError(f"{self.name} {rule}. Attach with the same alpha and variance_correction")
-        if columns != own_columns:
-            rule = "was trained with a residual that takes other latents"
-            raise RuntimeError(f"{self.name} {rule}. Attach with the same grouping, seed and module names")
+        (beta, columns), (beta_here, columns_here) = state.flatten().tolist(), self.get_extra_state()[0].tolist()
+        if beta != beta_here:
+            trained = f"was trained with another residual: beta={beta:g}, but here {beta_here:g}"
+            raise RuntimeError(f"{self.name} {trained}. Attach with the same alpha and variance_correction")
+        if columns != columns_here:
+            trained = "was trained with a residual that takes other latents"
+            raise RuntimeError(f"{self.name} {trained}. Attach with the same grouping, seed and module names")
 
 
 def attach_dlr(
@@ -130,11 +129,13 @@ def fold_(module: nn.Module) -> int:
     if not carrying:
         raise ValueError("this module has no residual: attach_dlr was not called, or fold_ was called already")
     if _is_sharded(module):
-        fix = "Gather a full state dict, load it into a model that attach_dlr was called on, and fold that"
-        raise ValueError(f"fully_shard holds these weights and would restore B. {fix}")
+        raise ValueError(
+            "fully_shard holds these weights and would restore B. Gather a full state dict, load it into a model that "
+            "attach_dlr was called on, and fold that"
+        )
     for _, linear in carrying:
-        own: Any = type(linear)  # copies by deepcopy share this class, and torch deletes ``weight`` from it
-        linear.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
+        shared: Any = type(linear)  # copies by deepcopy share this class, and torch deletes ``weight`` from it
+        linear.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
         parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
     return len(carrying)
 
@@ -155,7 +156,7 @@ def matching(module: nn.Module, match: Match) -> Iterator[tuple[str, nn.Linear]]
 def _carries(module: nn.Module) -> bool:
     if not parametrize.is_parametrized(module, "weight"):
         return False
-    return any(isinstance(own, Residual) for own in module.parametrizations.weight)  # type: ignore[union-attr]
+    return any(isinstance(part, Residual) for part in module.parametrizations.weight)  # type: ignore[union-attr]
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -199,8 +200,8 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: 
         if _carries(linear):
             raise ValueError(f"{here} has a residual already")
         if linear.out_features < linear.in_features:
-            rule = f"it maps {linear.in_features} to {linear.out_features} features"
-            raise ValueError(f"{here} is not an up-projection: {rule}. Choose only second factors with match=")
+            widths = f"it maps {linear.in_features} to {linear.out_features} features"
+            raise ValueError(f"{here} is not an up-projection: {widths}. Choose only second factors with match=")
         if linear.weight.is_meta:
             raise ValueError(f"{here} is on the meta device: call attach_dlr once it has values")
         if type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():

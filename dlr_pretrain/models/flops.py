@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
@@ -56,7 +51,7 @@ def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
     model = build_model(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # no padding, no recomputation
     ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
-    with attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
 
@@ -76,23 +71,6 @@ def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
         shapes = build_model(dense, model.lm_head.out_features, torch.device("meta"))
         folded = parameter_counts(dense, shapes)["total"]
     return {"total": total + learned, "trainable": trained + learned, "folded": folded}
-
-
-@contextmanager
-def attention_as_on_a_gpu() -> Iterator[None]:
-    """Run attention on the meta device as one of a GPU's fused operators.
-
-    By default the meta device runs the operator that forms the attention weights [T, T].
-    """
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
-        if bias is None:
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-        shared = bias.expand(-1, q.shape[1], -1, -1)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, shared, True, 0.0, is_causal)[0]
-
-    with patch.object(F, "scaled_dot_product_attention", attention):
-        yield
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -64,8 +64,8 @@ class LowRank(Layer):
                 return seeded.kaiming(name, shape)
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
-        own = type(self)
-        if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # not a single matrix
+        layer = type(self)
+        if (layer.activate, layer.latent) != (LowRank.activate, LowRank.latent):  # not a single matrix
             return super().dense(tensors)
         return product(tensors["b.weight"], tensors["a.weight"], self.scale)
 

@@ -13,12 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, but under this name alone
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
-from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE, sum_dtype
@@ -71,7 +69,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     summed = cfg.train.global_batch > ranks * micro_batch  # over micro-batches
     for p in model.parameters():
         p.grad_dtype = state if has_masters else p.dtype
-    kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
+    activations, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
     of_alphas = sum(tensor.nbytes for tensor in alphas.values())  # which the optimizer makes from those of the model
 
     weights = _size([*model.parameters(), *model.buffers()]) + residuals
@@ -85,7 +83,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     if cfg.without_graphs(ranks) is None:
         graphs = forward_bytes(model, micro_batch, cfg.train.seq_len, cfg.data.mask_documents)
     total = weights + masters + optimizer + max(backward, gradients + of_alphas) + graphs
-    return Memory(weights, masters, gradients + of_alphas, optimizer, kept, peak - kept, graphs, total)
+    return Memory(weights, masters, gradients + of_alphas, optimizer, activations, peak - activations, graphs, total)
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
@@ -97,12 +95,12 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
     shards = cfg.shards(ranks)
-    own = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as in torch.chunk
+    local = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as in torch.chunk
     residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), shards=shards)
-    trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: local[name] for name, p in model.named_parameters() if p.requires_grad}
     trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
-    kept, peak, _ = step_bytes(model, *positions, held=True, masked=masked)
+    activations, peak, _ = step_bytes(model, *positions, held=True, masked=masked)
 
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
@@ -110,18 +108,18 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     reduced = sum_dtype(cfg.precision.name, ranks)
     waiting = some * (working.itemsize + (reduced.itemsize if reduced != working else 0))
 
-    weights = sum(p.nbytes for p in own.values()) + _size(model.buffers()) + residuals
+    weights = sum(p.nbytes for p in local.values()) + _size(model.buffers()) + residuals
     gradients = sum(p.nbytes for p in trained.values())
     optimizer = state_bytes(cfg.optimizer, trained)
-    temporaries = peak - kept + (whole if cfg.backbone.factorized else some) * working.itemsize + waiting
+    temporaries = peak - activations + (whole if cfg.backbone.factorized else some) * working.itemsize + waiting
     if cfg.parallel.name == "hsdp" and reduced != state:  # torch keeps the sum over nodes beside its cast
         temporaries += sum(p.numel() for p in trained.values()) * reduced.itemsize
     graphs = 0
     if cfg.without_graphs(ranks) is None:
         graphs = some * working.itemsize + forward_bytes(model, *positions, masked=masked)
     start = whole * state.itemsize  # each rank first allocates the whole model
-    total = weights + max(start, optimizer + gradients + kept + temporaries + graphs)
-    return Memory(weights, 0, gradients, optimizer, kept, temporaries, graphs, total)
+    total = weights + max(start, optimizer + gradients + activations + temporaries + graphs)
+    return Memory(weights, 0, gradients, optimizer, activations, temporaries, graphs, total)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -138,18 +136,18 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, masked:
     for p in trained:
         p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if held else None
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
-    with attention_as_on_a_gpu(), _Alive(known) as alive:
+    with _Alive(known) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         loss = model(ids, ids, ids if masked else None)
-        kept = alive.now()
+        activations = alive.now()
         loss.backward()
-    return kept, alive.peak, _size(p.grad for p in trained if p.grad is not None)
+    return activations, alive.peak, _size(p.grad for p in trained if p.grad is not None)
 
 
 @torch.no_grad()
 def forward_bytes(model: Llama, micro_batch: int, seq_len: int, masked: bool = False) -> int:
     """The bytes at the peak of a forward pass that keeps nothing, as ``step_bytes`` counts them."""
-    with attention_as_on_a_gpu(), _Alive([*model.parameters(), *model.buffers()]) as alive:
+    with _Alive([*model.parameters(), *model.buffers()]) as alive:
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         model(ids, ids, ids if masked else None)
     return alive.peak
@@ -165,12 +163,13 @@ class _Alive(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor]):
         super().__init__()
         self.peak, self.bytes = 0, 0
+        # ``_cdata`` identifies a storage; on the meta device the public ``data_ptr`` is 0
         self.known = {(storage := tensor.untyped_storage())._cdata: storage for tensor in known}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.known and storage._cdata not in self.made:
@@ -204,6 +203,6 @@ def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | No
     residuals = Residuals(model, cfg.dlr, values or parameters)
     residuals.put_in()
     whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
-    rows = {name: found.rows for name, found in entries(model, cfg.dlr).items()}
-    own = sum(int((at < -(-len(parameters[name]) // shards)).sum()) for name, at in rows.items())
-    return whole + (residuals.nbytes() - whole) * own // sum(map(len, rows.values()))
+    rows = {name: each.rows for name, each in entries(model, cfg.dlr).items()}
+    local = sum(int((r < -(-len(parameters[name]) // shards)).sum()) for name, r in rows.items())
+    return whole + (residuals.nbytes() - whole) * local // sum(map(len, rows.values()))

@@ -39,8 +39,8 @@ class PretrainedFolder:
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             wrong = [f"cannot be read: {type(error).__name__}: {error}"]
         if wrong:
-            fix = "Name the folder of an exported model of this backbone and scale, with scale.vocab_size rows"
-            raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *shortened(wrong)]))
+            needed = "Name the folder of an exported model of this backbone and scale, with scale.vocab_size rows"
+            raise UserError("\n  ".join([f"run.start_from={folder}: {needed}", *shortened(wrong)]))
 
     def _misfits(self, cfg: Config, vocab_size: int) -> list[str]:
         """One line for each tensor that does not fit the model."""
@@ -54,8 +54,8 @@ class PretrainedFolder:
             with safe_open(path, framework="pt") as file:
                 shape = file.get_slice(name).get_shape()
             if name not in expected:
-                fix = ", and was not folded: call fold_ before saving" if ".parametrizations." in name else ""
-                wrong.append(f"{name}: not a tensor of this model{fix}")
+                unfolded = ", and was not folded: call fold_ before saving" if ".parametrizations." in name else ""
+                wrong.append(f"{name}: not a tensor of this model{unfolded}")
             elif shape != expected[name]:
                 wrong.append(f"{name}: has shape {shape} instead of {expected[name]}")
         return wrong
@@ -75,9 +75,9 @@ class PretrainedFolder:
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
         """Copy these weights into ``model``, which is initialised; lora and relora keep their initial factors."""
-        own = adapter.split(model, model.state_dict())
+        targets = adapter.split(model, model.state_dict())
         for name in self.files:
-            own[name].copy_(self.read(name))
+            targets[name].copy_(self.read(name))
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -102,18 +102,18 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     """
     if not path.exists():
         return []
-    found = {k: v for k, v in read_json(path, {}).items() if v is not None}
-    if (kind := found.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
+    settings = {k: v for k, v in read_json(path, {}).items() if v is not None}
+    if (kind := settings.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
         return [f"config.json: model_type is {kind}, whose settings are not read. Remove this file if the weights fit"]
-    rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
-    found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
-    found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    rope = settings.get("rope_scaling", {}) | settings.get("rope_parameters", {})
+    settings |= {"rope_theta": rope.get("rope_theta", settings.get("rope_theta", ROPE_BASE))}
+    settings |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
     heads, act = cfg.scale.num_heads, "silu" if cfg.backbone.swiglu_silu else "linear"
-    wanted = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
+    expected = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
               "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default",
               "backbone": cfg.backbone.name, **to_dict(cfg)["backbone"], "tokenizer_sha256": tokenizer}  # fmt: skip
     return [
-        f"config.json: {name} is {found[name]}, here {value}"
-        for name, value in wanted.items()
-        if found.get(name, value) != value
+        f"config.json: {name} is {settings[name]}, here {value}"
+        for name, value in expected.items()
+        if settings.get(name, value) != value
     ]

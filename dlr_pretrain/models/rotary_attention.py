@@ -52,8 +52,8 @@ def _tile(positions, stride, WIDTH: tl.constexpr):
 def _rotated(x, cos, sin, positions, stride, WIDTH: tl.constexpr):
     """The left and the right half [block, WIDTH / 2] of x at ``positions``, rotated."""
     HALF: tl.constexpr = WIDTH // 2
-    at, angle = _tile(positions, stride, HALF), _tile(positions, WIDTH, HALF)
-    left, right = tl.load(x + at), tl.load(x + at + HALF)
+    offsets, angle = _tile(positions, stride, HALF), _tile(positions, WIDTH, HALF)
+    left, right = tl.load(x + offsets), tl.load(x + offsets + HALF)
     a, b = left.to(tl.float32), right.to(tl.float32)
     c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
     return (a * c - b * s).to(left.dtype), (b * c + a * s).to(left.dtype)
@@ -63,10 +63,10 @@ def _rotated(x, cos, sin, positions, stride, WIDTH: tl.constexpr):
 def _store_turned_back(x, cos, sin, positions, stride, left, right, WIDTH: tl.constexpr):
     """x at ``positions`` = the gradient of what was rotated, from its halves after the rotation."""
     HALF: tl.constexpr = WIDTH // 2
-    at, angle = _tile(positions, stride, HALF), _tile(positions, WIDTH, HALF)
+    offsets, angle = _tile(positions, stride, HALF), _tile(positions, WIDTH, HALF)
     c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
-    tl.store(x + at, (left * c + right * s).to(x.dtype.element_ty))
-    tl.store(x + at + HALF, (right * c - left * s).to(x.dtype.element_ty))
+    tl.store(x + offsets, (left * c + right * s).to(x.dtype.element_ty))
+    tl.store(x + offsets + HALF, (right * c - left * s).to(x.dtype.element_ty))
 
 
 @jit
@@ -126,33 +126,33 @@ def attention_backward(qkv, cos, sin, documents, o, do, lse, dqkv, of_kind, of_r
     dk, dv = dq + tl.cast(of_kind, tl.int64), dq + 2 * tl.cast(of_kind, tl.int64)
     o, do, lse = o + b * T * H * E + h * E, do + b * T * H * E + h * E, lse + head.to(tl.int64) * T
     documents = documents + b * T if documents is not None else None
-    own = block * BLOCK + tl.arange(0, BLOCK)
-    k_left, k_right = _rotated(k, cos, sin, own, stride, E)
-    value = tl.load(v + _tile(own, stride, E))
+    mine = block * BLOCK + tl.arange(0, BLOCK)
+    k_left, k_right = _rotated(k, cos, sin, mine, stride, E)
+    value = tl.load(v + _tile(mine, stride, E))
     left, right = tl.zeros([BLOCK, E // 2], tl.float32), tl.zeros([BLOCK, E // 2], tl.float32)
     dvalue = tl.zeros([BLOCK, E], tl.float32)
     for other in range(block, T // BLOCK):
         rows = other * BLOCK + tl.arange(0, BLOCK)
         q_left, q_right = _rotated(q, cos, sin, rows, stride, E)
         dy, y = tl.load(do + _tile(rows, H * E, E)), tl.load(o + _tile(rows, H * E, E))
-        scores = _scores(q_left, q_right, k_left, k_right, rows, own, documents, scale)
+        scores = _scores(q_left, q_right, k_left, k_right, rows, mine, documents, scale)
         weights, dproducts = _score_gradients(scores, tl.load(lse + rows), dy, y, value, scale)
         dvalue = tl.dot(tl.trans(weights), dy, dvalue)
         left, right = tl.dot(tl.trans(dproducts), q_left, left), tl.dot(tl.trans(dproducts), q_right, right)
-    tl.store(dv + _tile(own, stride, E), dvalue.to(dv.dtype.element_ty))
-    _store_turned_back(dk, cos, sin, own, stride, left, right, E)
+    tl.store(dv + _tile(mine, stride, E), dvalue.to(dv.dtype.element_ty))
+    _store_turned_back(dk, cos, sin, mine, stride, left, right, E)
 
-    q_left, q_right = _rotated(q, cos, sin, own, stride, E)
-    dy, y, own_lse = tl.load(do + _tile(own, H * E, E)), tl.load(o + _tile(own, H * E, E)), tl.load(lse + own)
+    q_left, q_right = _rotated(q, cos, sin, mine, stride, E)
+    dy, y, my_lse = tl.load(do + _tile(mine, H * E, E)), tl.load(o + _tile(mine, H * E, E)), tl.load(lse + mine)
     left, right = tl.zeros([BLOCK, E // 2], tl.float32), tl.zeros([BLOCK, E // 2], tl.float32)
     for other in range(0, block + 1):
         columns = other * BLOCK + tl.arange(0, BLOCK)
         k_left, k_right = _rotated(k, cos, sin, columns, stride, E)
         value = tl.load(v + _tile(columns, stride, E))
-        scores = _scores(q_left, q_right, k_left, k_right, own, columns, documents, scale)
-        _, dproducts = _score_gradients(scores, own_lse, dy, y, value, scale)
+        scores = _scores(q_left, q_right, k_left, k_right, mine, columns, documents, scale)
+        _, dproducts = _score_gradients(scores, my_lse, dy, y, value, scale)
         left, right = tl.dot(dproducts, k_left, left), tl.dot(dproducts, k_right, right)
-    _store_turned_back(dq, cos, sin, own, stride, left, right, E)
+    _store_turned_back(dq, cos, sin, mine, stride, left, right, E)
 
 
 # Operators, which torch does not look into: compiled graphs, checkpoints and CUDA graphs have one call each way.

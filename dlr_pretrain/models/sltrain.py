@@ -60,9 +60,9 @@ class Sltrain(Layer):
     def expand(self, z: Tensor) -> Tensor:
         projections = zip(*(self.each(t).unbind(0) for t in (self.b, self.a, self.values, self.index)), strict=True)
         if not self.training:
-            return torch.stack([self.multiply(z, *own) for own in projections])
+            return torch.stack([self.multiply(z, *tensors) for tensors in projections])
         again = partial(checkpoint, self.multiply, use_reentrant=False, preserve_rng_state=False)
-        return torch.stack([again(z, *own) for own in projections])
+        return torch.stack([again(z, *tensors) for tensors in projections])
 
     def multiply(self, z: Tensor, b: Tensor, a: Tensor, values: Tensor, index: Tensor) -> Tensor:
         """z [..., pad_in] -> the output [..., pad_out] of one projection."""

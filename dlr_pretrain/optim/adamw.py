@@ -122,7 +122,7 @@ class WideAdamW(torch.optim.Optimizer):
                     if p.grad is not None:
                         self.update(p, p.grad, group, lr)
         updated = [self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if updated:  # one launch; with a scalar as the second argument the host would wait
+        if updated:  # one launch, which has no public name; with a scalar as the second argument the host would wait
             torch._foreach_add_(updated, [(self.found_inf == 0).float()] * len(updated))
 
     def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
@@ -161,7 +161,7 @@ class WideAdamW(torch.optim.Optimizer):
 
 def _graph_per_shape() -> AbstractContextManager:
     """Lift Dynamo's limit on the graphs of a function: ``_advance`` has one per shape."""
-    from torch._dynamo.utils import disable_cache_limit  # takes a second to import
+    from torch._dynamo.utils import disable_cache_limit  # takes a second to import; the public limit is global
 
     return disable_cache_limit()
 
@@ -203,7 +203,7 @@ def _advance(
     eps: float,
 ) -> None:
     """Update in place if ``skip`` is 0; ``step`` counts the updates before this one."""
-    kept, dtype = skip != 0, at_least_fp32(p.dtype)
+    skipped, dtype = skip != 0, at_least_fp32(p.dtype)
     k = step + 1
     w, g = p.to(dtype), gradient.to(dtype)
     if grad_scale is not None:
@@ -213,14 +213,14 @@ def _advance(
     size = (v / (1 - beta2**k)).sqrt() + eps
     w = w - lr * weight_decay * w - lr * (m / (1 - beta1**k)) / size
     if keys is None:
-        _write(p, w, kept)
-        _write(exp_avg_sq, v, kept)
+        _write(p, w, skipped)
+        _write(exp_avg_sq, v, skipped)
     else:
         words = random_words(p.shape, keys, k)
-        _write(p, rounded(w, words >> 16), kept)
+        _write(p, rounded(w, words >> 16), skipped)
         plain = isinstance(exp_avg_sq, Tensor)
-        _write(exp_avg_sq, rounded(v, words & 0xFFFF) if plain else v, kept)
-    _write(exp_avg, m, kept)
+        _write(exp_avg_sq, rounded(v, words & 0xFFFF) if plain else v, skipped)
+    _write(exp_avg, m, skipped)
 
 
 def _read(moment: Moment, dtype: torch.dtype) -> Tensor:
@@ -232,17 +232,17 @@ def _read(moment: Moment, dtype: torch.dtype) -> Tensor:
     return dequant_with_qmap(codes.contiguous(), values, scale).to(dtype)
 
 
-def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
-    """Write ``value`` to ``target`` unless ``kept`` is true."""
+def _write(target: Moment, value: Tensor, skipped: Tensor) -> None:
+    """Write ``value`` to ``target`` unless ``skipped`` is true."""
     if isinstance(target, Tensor):
-        target.copy_(torch.where(kept, target, value.to(target.dtype)))
+        target.copy_(torch.where(skipped, target, value.to(target.dtype)))
     else:
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         codes, scale, values = target
         unit, new_scale = scale_tensor(value.contiguous(), value.numel() // len(scale))
-        codes.copy_(torch.where(kept, codes, quantize_8bit_with_qmap(unit, values)))
-        scale.copy_(torch.where(kept, scale, new_scale))
+        codes.copy_(torch.where(skipped, codes, quantize_8bit_with_qmap(unit, values)))
+        scale.copy_(torch.where(skipped, scale, new_scale))
 
 
 # ----------------------------------------------------------------------------------------------------

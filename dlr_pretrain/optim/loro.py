@@ -140,12 +140,12 @@ def rate(
     t = update if warms_up else update - shift
     cycle, since = divmod(t, every)
     restarting = cycle > 0 and since < restart
-    at = cycle * every if restarting else t
+    position = cycle * every if restarting else t
     if warms_up:
         top = 0.5 * (1 + math.cos(math.pi * shift / span))
-        level = at / warmup * (top - min_ratio) + min_ratio
+        level = position / warmup * (top - min_ratio) + min_ratio
     else:
-        level = min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * (at - warmup) / span))
+        level = min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * (position - warmup) / span))
     if restarting:
         level = since / restart * (level - 1e-6) + 1e-6
     return peak * level

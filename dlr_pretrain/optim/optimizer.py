@@ -20,6 +20,11 @@ Split = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # fused tensors by nam
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
+def uncut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fused tensors as they are: the ``split`` of optimizers that do not need matrices."""
+    return tensors
+
+
 class InOut(Protocol):
     """``models.residual.Residuals``: residuals in the working weights, which an update must not see."""
 
@@ -32,7 +37,7 @@ class InOut(Protocol):
     def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
-def state_bytes(options: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = dict) -> int:
+def state_bytes(options: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = uncut) -> int:
     """Bytes of all ``state_tensors`` (counters included) after an update of every parameter.
 
     The update runs on the meta device: it needs only the names, shapes and dtypes of ``parameters``.
@@ -47,7 +52,7 @@ def state_bytes(options: OptimizerOptions, parameters: Mapping[str, Tensor], spl
 
 
 def checkpoint_bytes(
-    options: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = dict
+    options: OptimizerOptions, state: Mapping[str, Tensor], trained: Iterable[str], split: Split = uncut
 ) -> int:
     """Bytes of a checkpoint's tensors: ``state`` (parameters, buffers, learned alphas), and the optimizer's state.
 
@@ -72,7 +77,7 @@ class Optimizer:
         *,
         values: Mapping[str, Tensor] | None = None,
         residuals: InOut | None = None,
-        split: Split = dict,
+        split: Split = uncut,
         compiled: bool = False,
         rounding_seed: int | None = None,
     ):
@@ -87,7 +92,7 @@ class Optimizer:
         if rounding_seed is not None and not options.rounds_stochastically:
             raise ValueError(f"optimizer={options.name} does not round stochastically")
         whole = options.elementwise or any(map(sharded.is_sharded, working.values()))
-        self.working, self.residuals, self.split = dict(working), residuals, dict if whole else split
+        self.working, self.residuals, self.split = dict(working), residuals, uncut if whole else split
         self.has_masters = values is not None
         self.values = dict(working if values is None else values)
         self.trained = [name for name, p in working.items() if p.requires_grad]
@@ -107,7 +112,7 @@ class Optimizer:
     @torch.no_grad()
     def put_in(self) -> None:
         """Set the working weights to the values plus residuals, rounded once."""
-        if self.has_masters:
+        if self.has_masters:  # in few launches, for which torch has no public name; so below
             torch._foreach_copy_(list(self.working.values()), [self.values[name] for name in self.working])
         if self.residuals is not None:
             self.residuals.put_in()
@@ -231,7 +236,7 @@ def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float 
 
 
 def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
-    return getattr(part, "_step_supports_amp_scaling", False)  # the attribute that torch's gradient scaler checks
+    return getattr(part, "_step_supports_amp_scaling", False)  # torch's gradient scaler asks the same way
 
 
 def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -85,42 +85,39 @@ def without_backward(model: Any) -> Iterator[None]:
         model.set_reshard_after_forward(False, recurse=False)
 
 
-def summing(
-    model: Llama, world_size: int, dtype: torch.dtype | None = None
-) -> Callable[[bool], AbstractContextManager[None]]:
-    """Returns a function: given whether a micro-batch is the last of a step, the context to compute its gradients in.
+def gradient_groups(model: Llama, world_size: int) -> list[list[Tensor]]:
+    """The trained parameters whose replicated gradients are summed at once: of the head, of each block, all others.
 
-    After the last, gradients are sums over all micro-batches and ranks. They are not averaged, because the loss is
-    divided by the global count of targets. Replicated gradients are summed over ranks in ``dtype``, by default their
-    own; ``shard_`` sets that of sharded ones.
+    Empty on one rank, and under FSDP, which sums gradients itself.
     """
-    if is_fsdp(model):
-        return partial(_summed_rows, model)
-    if world_size == 1:
-        return lambda last: nullcontext()
-    modules = (model.lm_head, *model.model.layers)
-    groups = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    if world_size == 1 or is_fsdp(model):
+        return []
+    groups = [[p for p in part.parameters() if p.requires_grad] for part in (model.lm_head, *model.model.layers)]
     grouped = {p for group in groups for p in group}
-    groups.append([p for p in model.parameters() if p.requires_grad and p not in grouped])  # embedding and last norm
-    return lambda last: _summed_groups(groups, dtype) if last else nullcontext()
-
-
-def _summed_rows(model: Any, last: bool) -> AbstractContextManager[None]:
-    """FSDP sums after every micro-batch, because whole gradients would need the memory that it saves.
-
-    HSDP does so within a node, and sums over nodes after the ``last``.
-    """
-    model.set_requires_all_reduce(last)
-    return nullcontext()
+    return [*groups, [p for p in model.parameters() if p.requires_grad and p not in grouped]]
 
 
 @contextmanager
-def _summed_groups(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype | None) -> Iterator[None]:
-    """Sums the gradients of ``groups`` of parameters over ranks, during the backward pass within this context.
+def summed_over_ranks(
+    model: Any, groups: Sequence[Sequence[Tensor]], last: bool, dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """The context to compute the gradients of a micro-batch in, which may be the ``last`` of an update.
 
-    When all gradients of a group are complete, they are copied into one buffer and become views of it, and its sum over
-    ranks starts. If ``dtype`` is another one than theirs, a copy of the buffer is summed, and rounded once.
+    After the last, gradients are sums over all micro-batches and ranks. They are not averaged, because the loss is
+    divided by the global count of targets.
+
+    FSDP sums after every micro-batch, because whole gradients would need the memory that it saves. HSDP does so within
+    a node, and sums over nodes after the last.
+
+    Replicated gradients are summed in ``dtype``, by default their own, during the last backward pass. When all of one
+    of the ``gradient_groups`` are complete, they are copied into one buffer and become views of it, and its sum starts.
+    In another dtype a copy of the buffer is summed, and rounded once.
     """
+    if is_fsdp(model):
+        model.set_requires_all_reduce(last)
+    if not last or not groups:
+        yield
+        return
     missing = [len(group) for group in groups]
     started: deque[tuple[Any, Tensor, Tensor]] = deque()  # a sum, what it is written to, and the gradients
 

@@ -92,20 +92,20 @@ class Ranks(AbstractContextManager["Ranks"]):
         other ranks raise a UserError that names it.
         """
         answer: list = [None, None]
-        failure: Exception | None = None
+        raised: Exception | None = None
         with self.heartbeat.may_wait():
             if self.is_main:
                 try:
                     self.heartbeat.require_held()
                     answer[0] = _readable(decide)
                 except Exception as error:
-                    failure = error
+                    raised = error
                     other = UserError(f"rank 0 failed: {type(error).__name__}: {error}")
                     answer[1] = error if isinstance(error, UserError) else other
             if self.world_size > 1:
                 dist.broadcast_object_list(answer, src=0, group=self.control)
         if answer[1] is not None:
-            raise failure or answer[1]
+            raise raised or answer[1]
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
@@ -125,7 +125,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     def require_equal(self, values: Mapping[str, object]) -> None:
         """Raise UserError if ``values`` differ between ranks: in commands, devices, or files at the same path."""
         for rank, other in enumerate(self.gather(values)):
-            pairs = ((name, *(side.get(name, "missing") for side in (values, other))) for name in {**values, **other})
+            pairs = ((name, values.get(name, "missing"), other.get(name, "missing")) for name in {**values, **other})
             lines = [f"  {name}: {a} on rank {self.rank}, {b} on rank {rank}" for name, a, b in pairs if a != b]
             if lines:
                 fix = "Start every rank with the same command, on the same files and kind of device"

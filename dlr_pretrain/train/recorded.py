@@ -24,27 +24,20 @@ Compute = Callable[[bool, tuple[Tensor, ...]], Tensor]  # last, inputs -> loss; 
 DRIFT = 1e-2  # relative, of one gradient's norm: attention's backward pass adds in the order of arrival
 
 
-class CudaGraph:
-    """The kernels that a function launches. ``pool`` is memory that it shares with other graphs."""
+def capture(function: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the kernels of ``function``, which do not run, and its result, which each replay computes.
 
-    def __init__(self, pool: Any):
-        self.graph, self.pool = torch.cuda.CUDAGraph(), pool
-
-    def record(self, function: Callable[[], Tensor]) -> Tensor:
-        """Record the kernels of ``function`` without running them. Returns its result, which each replay computes."""
-        with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):  # other threads go on
-            result = function()
-        self.pool = self.graph.pool()
-        return result
-
-    def replay(self) -> None:
-        self.graph.replay()
+    ``pool`` is memory that the graph shares with others; None for new memory.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on
+        return graph, function()
 
 
 class Recording(NamedTuple):
     """A graph, with the memory that it reads and writes."""
 
-    graph: CudaGraph
+    graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     loss: Tensor
     gradients: list[tuple[Tensor, Tensor | None]]  # of each parameter, after the graph
@@ -66,7 +59,7 @@ class Recorded:
     serves on all ranks, and rank 0 says so.
     """
 
-    make_graph = CudaGraph
+    capture = staticmethod(capture)
 
     def __init__(self, compute: Compute, parameters: Sequence[Tensor], micro_batches: int, ranks: Ranks):
         self.compute, self.ranks = compute, ranks
@@ -110,9 +103,9 @@ class Recorded:
         """New graphs of an update's kinds of micro-batches; each adds to the gradients of the one before it."""
         recordings: list[Recording] = []
         for last in self.kinds:
-            graph = self.make_graph(recordings[0].graph.pool if recordings else None)
             inputs = tuple(t.clone() for t in self.earlier or ())
-            loss = graph.record(partial(self.compute, last, inputs))
+            pool = recordings[0].graph.pool() if recordings else None
+            graph, loss = self.capture(partial(self.compute, last, inputs), pool)
             recordings.append(Recording(graph, inputs, loss, [(p, p.grad) for p in self.parameters]))
         self.places = [p.data_ptr() for p in self.parameters]
         return recordings
@@ -120,6 +113,7 @@ class Recorded:
     def outcome(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the loss, and the norm of each gradient."""
         gradients = [local_rows(p.grad) for p in self.parameters if p.grad is not None]
+        # torch has no public name for few launches over many tensors
         return loss.clone(), torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
 
     def clear(self) -> None:

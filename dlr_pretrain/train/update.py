@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -53,14 +53,15 @@ def to_host(outcome: Outcome[Tensor]) -> Callable[[], Outcome[float]]:
 
 
 def add_gradients(
-    model: Llama, summing: Callable[[bool], AbstractContextManager[None]], last: bool, inputs: tuple[Tensor, ...]
+    model: Llama, groups: Sequence[Sequence[Tensor]], dtype: torch.dtype, last: bool, inputs: tuple[Tensor, ...]
 ) -> Tensor:
     """Add the gradients of one micro-batch to those of the update; the ``last`` one sums them over ranks.
 
-    ``inputs`` are those of ``model``, and the count of targets that divides its loss. Returns the loss.
+    They are summed in ``groups`` and in ``dtype``: see ``parallel``. ``inputs`` are those of ``model``, and the count
+    of targets that divides its loss. Returns the loss.
     """
     *batch, count = inputs
-    with summing(last):
+    with parallel.summed_over_ranks(model, groups, last, dtype):
         with record_function("forward"):
             loss = model(*batch) / count
         with record_function("backward"):
@@ -76,8 +77,8 @@ class Update:
         if cfg.compile:
             parallel.compile_(cfg, model)
         self.parameters = list(model.parameters())
-        summing = parallel.summing(model, ranks.world_size, sum_dtype(cfg.precision.name, ranks.world_size))
-        self.compute: Compute = partial(add_gradients, model, summing)
+        summed_in = parallel.gradient_groups(model, ranks.world_size), sum_dtype(cfg.precision.name, ranks.world_size)
+        self.compute: Compute = partial(add_gradients, model, *summed_in)
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
             micro_batches = cfg.train.global_batch // ranks.world_size // self.micro_batch

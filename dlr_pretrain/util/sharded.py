@@ -58,14 +58,14 @@ def local_rows(tensor: Tensor) -> Tensor:
     return attributes["_local_rows"]
 
 
-def shard_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor with the shape and sharding of ``tensor``, whose rows on this rank are ``own``."""
+def shard_like(tensor: Tensor, rows: Tensor) -> Tensor:
+    """A tensor with the shape and sharding of ``tensor``, whose rows on this rank are ``rows``."""
     if not is_sharded(tensor):
-        return local
+        return rows
     from torch.distributed.tensor import DTensor
 
     shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(rows, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole(stored: Tensor | Stored) -> Tensor:
@@ -83,8 +83,8 @@ def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
     """All rows of ``tensor``, on every rank. All ranks must call this."""
-    local = tensor.detach()
-    return local.full_tensor() if is_sharded(local) else local
+    plain = tensor.detach()
+    return plain.full_tensor() if is_sharded(plain) else plain
 
 
 def summed_(tensor: Tensor, like: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ SUMS_IN_FLIGHT = 2  # of blocks' gradients at a time, where a sum needs an fp32 
 # Values per piece of a norm on a CPU. Without pieces, torch casts a whole tensor to fp32, which no cache holds, and
 # adds up the squares one by one: with 16 million values the norm is off by 2.5e-4.
 NORM_PIECE = 1 << 15
-ALIGNMENT = 64  # values: 128 bytes of bf16
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -33,14 +31,6 @@ def named_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def one_storage(sizes: Iterable[int], like: Tensor) -> list[Tensor]:
-    """Flat tensors of zeros of the given ``sizes``, aligned in one storage, with the dtype and device of ``like``."""
-    sizes = list(sizes)
-    spans = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    parts = like.new_zeros(sum(spans)).split(spans)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """The l2 norm of all gradients together, in fp32, on the device."""
     return torch.linalg.vector_norm(torch.stack(norms(gradients)))
@@ -48,7 +38,7 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The l2 norm of each tensor, in fp32, on the device."""
-    if tensors[0].device.type != "cpu":
+    if tensors[0].device.type != "cpu":  # in few launches, for which torch has no public name
         return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
     pieces = [_flat(tensor).split(NORM_PIECE) for tensor in tensors]
     return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(p, 2.0, dtype=torch.float32))) for p in pieces]

@@ -15,7 +15,7 @@ from dlr_pretrain.models import attach_dlr, build_model
 from dlr_pretrain.models.memory import memory
 from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.guard import checksums
-from dlr_pretrain.train.parallel import shard_, summing
+from dlr_pretrain.train.parallel import shard_, summed_over_ranks
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import ALPHA, sum_dtype
@@ -132,7 +132,7 @@ def test_a_rank_of_1024_holds_its_rows(rank, parallel, shape):
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
         shard_(cfg, model)
         ids = torch.zeros(1, 32, dtype=torch.int64)
-        with summing(model, 1024)(True):
+        with summed_over_ranks(model, [], last=True):
             model(ids, ids).backward()
         place = rank % shape[-1]
         for name, p in model.named_parameters():

@@ -58,11 +58,11 @@ def updated(cfg: Config, ranks: Ranks, by_graphs: bool, before=lambda update, in
         micro_batches = cfg.train.global_batch // ranks.world_size // update.micro_batch
         update.compute = Recorded(update.compute, update.parameters, micro_batches, ranks)
 
-        def tape(pool):
+        def capture(function, pool):
             tapes.append(Tape(lambda: [sharded.local_rows(p.grad) for p in update.parameters if p.grad is not None]))
-            return tapes[-1]
+            return tapes[-1], tapes[-1].record(function)
 
-        update.compute.make_graph = tape
+        update.compute.capture = capture
     share, separator = cfg.train.global_batch // ranks.world_size, 1 if cfg.data.mask_documents else None
     rows = slice(ranks.rank * share, (ranks.rank + 1) * share)
     for index, batch in enumerate(itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), UPDATES)):
@@ -182,17 +182,16 @@ def test_a_graph_that_differs_is_not_used(fault, said, capfd):
 
 
 def test_a_call_that_cannot_be_recorded_ends_the_recording(capfd):
-    class Refusing(Tape):
-        def record(self, function):
-            function()
-            raise RuntimeError("operation not permitted when stream is capturing")
+    def refusing(function, pool):
+        function()
+        raise RuntimeError("operation not permitted when stream is capturing")
 
     cfg = config(COLA)
     with Ranks(cfg) as ranks:
         expected, *_ = updated(cfg, ranks, by_graphs=False)
 
         def refuse(update, index):
-            update.compute.make_graph = lambda pool: Refusing(list)
+            update.compute.capture = refusing
 
         outcomes, _, update, _ = updated(cfg, ranks, by_graphs=True, before=refuse)
     assert outcomes == expected

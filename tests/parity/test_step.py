@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from dlr_pretrain.data import prepare
 from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.optim import adamw
-from dlr_pretrain.train.parallel import summing
+from dlr_pretrain.train.parallel import gradient_groups, summed_over_ranks
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.files import read_metrics
@@ -70,12 +71,13 @@ def test_gradients_are_summed_over_ranks_once_a_step(monkeypatch):
         for gradient in wanted.values():
             dist.all_reduce(gradient)
         monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: reduced.append(1) or reduce(*a, **k))
-        found = gradients(summing(model, 2))
+        summed = partial(summed_over_ranks, model, gradient_groups(model, 2))
+        found = gradients(summed)
         assert len(reduced) == len(model.model.layers) + 2  # the head; embedding and last norm
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
         gradients(lambda last: nullcontext())
         assert len(reduced) == len(model.model.layers) + 2  # no hook is left
-        wide = gradients(summing(model, 2, torch.float64))  # rounded once, from copies
+        wide = gradients(partial(summed, dtype=torch.float64))  # rounded once, from copies
         assert all(torch.allclose(wide[name], wanted[name], rtol=1e-6, atol=1e-9) for name in wanted)
 
     on_ranks(act, 2)

@@ -175,7 +175,7 @@ def test_a_folder_that_is_not_a_sound_export_is_refused(tmp_path, spiece):
     for change, message in (
         ({"model.norm.weight": None}, r"model\.norm\.weight: missing"),
         ({"model.layers.0.mlp.up_proj.b.dlr_mark": torch.ones(2)}, r"dlr_mark: not a tensor of this model"),
-        ({"model.norm.weight": torch.ones(31)}, r"norm\.weight: has shape \[31\] instead of \[32\]"),
+        ({"model.norm.weight": torch.ones(31)}, r"another shape: .*model\.norm\.weight"),
     ):
         tensors = {name: tensor for name, tensor in (sound | change).items() if tensor is not None}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
