@@ -18,7 +18,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
 from dlr_pretrain.launch import local
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_lines, read_table
-from dlr_pretrain.launch.state import JOB, Status, last_job, status_of
+from dlr_pretrain.launch.status import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from slurm.submit import main
@@ -229,6 +229,6 @@ def test_a_signal_stops_what_runs_and_starts_nothing(four, tmp_path):
     threading.Thread(target=ask, daemon=True).start()
     before, runs = signal.getsignal(signal.SIGTERM), loaded([*four, "train.lr=60"])
     with pytest.raises(Stopped, match="The same command continues"):
-        local.train(runs, 2)
+        local.train_here(runs, 2)
     assert len((tmp_path / "order").read_text().splitlines()) == 2
     assert signal.getsignal(signal.SIGTERM) is before
