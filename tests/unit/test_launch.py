@@ -178,10 +178,10 @@ def test_batch_scripts_get_a_runs_words_and_its_saved_step(tmp_path, capsys):
     assert asked("runs", str(path), "2").split("\0") == ["data.text_key=a b", "seed=2", ""]
     assert asked("runs", str(path), "3") == ""
     words = ["scale=tiny", f"run.dir={tmp_path}/run"]
-    assert asked("state", *words) == f"0 {tmp_path}/run\n"
+    assert asked("status", *words) == f"0 {tmp_path}/run\n"
     (tmp_path / "run").mkdir()
     update_record(tmp_path / "run", {"identity": {}, "saved": 300})
-    assert asked("state", *words) == f"300 {tmp_path}/run\n"
+    assert asked("status", *words) == f"300 {tmp_path}/run\n"
 
 
 STAND_IN = """
