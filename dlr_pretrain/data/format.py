@@ -77,8 +77,8 @@ def field_path(text_key: str, fields: Collection[str]) -> Sequence[str]:
     return [text_key] if text_key in fields else text_key.split(".")
 
 
-def lines_of(opened: Opened, blank: bool = False) -> Iterator[bytes]:
-    """Yields the lines of a part of a file, with their ends. Parts meet at lines, if ``blank`` at blank ones."""
+def lines_of(opened: Opened, is_border: Callable[[bytes], bool] = lambda _: True) -> Iterator[bytes]:
+    """Yields the lines of a part of a file, with their ends. Parts meet at lines for which ``is_border`` is true."""
     stream = io.BufferedReader(opened.stream, READ_BYTES)
     if opened.part == WHOLE:
         yield from _bounded_lines(stream)
@@ -92,7 +92,7 @@ def lines_of(opened: Opened, blank: bool = False) -> Iterator[bytes]:
     if begin:
         position += len(next(lines, b""))  # the end of the line before
     for line in lines:
-        if not blank or not line.strip():
+        if is_border(line):
             if end is not None and position >= end:
                 return
             within = True

@@ -40,7 +40,7 @@ def _document(opened: Opened) -> Iterator[bytes | None]:
 
 def _paragraphs(opened: Opened) -> Iterator[bytes | None]:
     """Yields each run of lines that are not blank."""
-    runs = groupby(lines_of(opened, blank=True), lambda line: bool(line.strip()))
+    runs = groupby(lines_of(opened, is_border=bytes.isspace), lambda line: not line.isspace())
     texts = (b"\n".join(line.rstrip(b"\r\n") for line in run).removeprefix(BOM) for has_text, run in runs if has_text)
     return islice(texts, opened.start, None)
 

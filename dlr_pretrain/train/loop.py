@@ -153,7 +153,7 @@ class Loop:
             self.saver.save(tensors, optimizer.state_tensors(), asdict(state), final)
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the state of ``found``, saved by any number of ranks, and close it."""
+        """Restore the state of ``checkpoint``, saved by any number of ranks, and close it."""
         load_tensors(self.update.model, self.update.optimizer, checkpoint.model)
         self.update.optimizer.load_state_tensors(checkpoint.optimizer)
         self.state = TrainState(**{declared.name: checkpoint.state[declared.name] for declared in fields(TrainState)})

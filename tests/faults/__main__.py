@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-NEEDED = ("dlr_pretrain", "tests", "configs", "scripts", "slurm", "train.py", "pyproject.toml")
+NEEDED = ("dlr_pretrain", "tests", "configs", "scripts", "slurm", "benchmarks", "train.py", "pyproject.toml")
 LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "hydra", "omegaconf", "safetensors.torch",
              "sentencepiece")  # fmt: skip
 FAILED = 1  # pytest's exit code if a test failed; other codes mean that no test ran
