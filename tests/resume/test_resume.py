@@ -149,7 +149,7 @@ def test_a_resume_with_other_keys_or_text_is_refused(train, stop, tmp_path, corp
 
 
 def test_missing_late_and_damaged_checkpoints(train, stop, tmp_path, capsys, monkeypatch):
-    """tests/unit/test_checkpoint.py has the kinds of damage."""
+    """tests/unit/train/test_checkpoint.py has the kinds of damage."""
     whole, folder, hidden = final(train(tmp_path / "whole")), tmp_path / "parts", tmp_path / "hidden"
     stop(folder, 6)
     root, lines = folder / "checkpoints", (folder / "metrics.jsonl").read_bytes()

@@ -8,7 +8,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from data_corpus import (
+
+from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
+from dlr_pretrain.data import loader as loading
+from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.util.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.tensors import IGNORE
+from tests.unit.data.data_corpus import (
     NASTY,
     PACKINGS,
     LetterTokenizer,
@@ -21,12 +27,6 @@ from data_corpus import (
     tokens_of,
     write_shards,
 )
-
-from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
-from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Position
-from dlr_pretrain.util.errors import Stalled, Stopped, UserError
-from dlr_pretrain.util.tensors import IGNORE
 
 TOKENIZER = LetterTokenizer()
 

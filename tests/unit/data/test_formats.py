@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from data_corpus import make_config, write_table
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import open_source
@@ -14,6 +13,7 @@ from dlr_pretrain.data.files import File
 from dlr_pretrain.data.format import BOM
 from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
 from dlr_pretrain.util.errors import UserError
+from tests.unit.data.data_corpus import make_config, write_table
 
 FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
 ASCII = "plain text, " * 200

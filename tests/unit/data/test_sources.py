@@ -9,7 +9,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from data_corpus import (
+
+from dlr_pretrain.data import format, open_source, validation_set
+from dlr_pretrain.data.sources import HELD_OUT
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.files import claim
+from tests.unit.data.data_corpus import (
     COMPRESS,
     NASTY,
     LetterTokenizer,
@@ -21,11 +26,6 @@ from data_corpus import (
     write_shards,
     write_table,
 )
-
-from dlr_pretrain.data import format, open_source, validation_set
-from dlr_pretrain.data.sources import HELD_OUT
-from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.files import claim
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 TOKENIZER = LetterTokenizer()

@@ -18,17 +18,6 @@ import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
-from data_corpus import (
-    COMPRESS,
-    NASTY,
-    PACKINGS,
-    global_batches,
-    lines_of,
-    make_config,
-    same,
-    write_shards,
-    write_table,
-)
 
 from dlr_pretrain.data import (
     inputs_and_targets,
@@ -48,6 +37,17 @@ from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from dlr_pretrain.util.files import locked, wait_for
 from tests.conftest import ROOT, main_of
+from tests.unit.data.data_corpus import (
+    COMPRESS,
+    NASTY,
+    PACKINGS,
+    global_batches,
+    lines_of,
+    make_config,
+    same,
+    write_shards,
+    write_table,
+)
 
 WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
 SPLITS = ("train", "validation")
@@ -133,7 +133,7 @@ def test_small_text_is_tokenised_again_only_after_a_change(root, model, tmp_path
     path = root / "c4-train.00001-of-00003.json.gz"
     os.utime(path, ns=(1, 1))  # as after an edit that keeps the size
     assert kept(cfg, said) != first and len(said) == 2
-    (tmp_path / "other.model").write_bytes((ROOT / "tests/unit/other.spiece.model").read_bytes())
+    (tmp_path / "other.model").write_bytes((ROOT / "tests/unit/data/other.spiece.model").read_bytes())
     cfg.tokenizer.path = str(tmp_path / "other.model")
     assert kept(cfg, said) != first and len(said) == 3
     assert [folder.name for folder in first.parent.iterdir() if folder.name.startswith(".")] == []
@@ -590,7 +590,7 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
 def test_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
     cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=1))
     other = tmp_path / "other.model"
-    other.write_bytes((ROOT / "tests/unit/other.spiece.model").read_bytes())
+    other.write_bytes((ROOT / "tests/unit/data/other.spiece.model").read_bytes())
     other_cfg, _, other_tokenizer = opened(make_config("tokens", data__root=made, tokenizer__path=other))
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         validation_set(other_cfg, source, other_tokenizer)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_corpus import lines_of, make_config
-from loopback_hub import Hub, serving_here
 
 from dlr_pretrain.data import open_source
 from dlr_pretrain.data.splits import split_of
 from dlr_pretrain.util.errors import UserError
+from tests.unit.data.data_corpus import lines_of, make_config
+from tests.unit.data.loopback_hub import Hub, serving_here
 
 LINES = lines_of([f"document {i}" for i in range(40)])
 A, B = "a" * 40, "b" * 40

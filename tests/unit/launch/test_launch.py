@@ -23,7 +23,7 @@ from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from slurm.submit import main
 from tests.conftest import ROOT
-from tests.unit.test_heartbeat import write_beat
+from tests.unit.train.test_heartbeat import write_beat
 
 
 @pytest.fixture
