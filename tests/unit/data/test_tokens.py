@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
-from dlr_pretrain.util.files import locked, wait_for
+from dlr_pretrain.util.files import locked
 from tests.conftest import ROOT, main_of
 from tests.unit.data.data_corpus import (
     COMPRESS,
@@ -430,31 +432,39 @@ def test_a_dead_worker_is_reported(root, model, tmp_path):
 
 
 class Endless(TextSource):
-    """A source whose readers record their process ids, and never end."""
+    """A source whose readers write a letter into a pipe, and hold it open as long as they live."""
 
     def divided(self, name, part):
-        (Path(self.data.root) / f"{os.getpid()}.reader").touch()
-        time.sleep(600)
+        with open(Path(self.data.root) / "pipe", "wb", buffering=0) as pipe:
+            pipe.write(b"r")
+            time.sleep(600)
         yield "", None
 
 
 def test_workers_end_when_their_parent_is_killed(root, model, tmp_path):
-    def readers() -> list[int]:
-        return [int(path.stem) for path in root.glob("*.reader")]
-
     program = f"""
 from pathlib import Path
-from test_data_tokens import Endless, make_config, make_tokens, opened, prepare
+from tests.unit.data.test_tokens import Endless, make_config, make_tokens, opened, prepare
 prepare.SHARD_BYTES = 4000
 _, source, tokenizer = opened(make_config(data__root={str(root)!r}, tokenizer__path={str(model)!r}))
 source.__class__ = Endless
 list(make_tokens(source, tokenizer, Path({str(tmp_path)!r}, "tokens"), 2))
 """
-    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", program], env=paths) as parent:
-        assert wait_for(lambda: len(readers()) == 2, 60)
+    os.mkfifo(root / "pipe")
+    pipe = os.open(root / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    begun, paths = b"", os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", program], env=paths, start_new_session=True)
+    try:
+        while len(begun) < 2:
+            assert select.select([pipe], [], [], 600)[0], "no reader has begun"
+            begun += os.read(pipe, 2)
         parent.kill()
-    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers()), 60)
+        assert select.select([pipe], [], [], 600)[0] and os.read(pipe, 1) == b"", "a reader lives on"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+        os.close(pipe)
 
 
 def test_a_folder_with_other_files_is_not_touched(root, model, made, tmp_path):
