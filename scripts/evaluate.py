@@ -35,8 +35,9 @@ def run(given: argparse.Namespace) -> None:
         try:
             read_json(given.output, {"harness": str, "checkpoints": list})
         except ValueError:
-            rule = "exists, and is not what this command wrote"
-            raise UserError(f"--output={given.output}: {rule}. Name another file") from None
+            raise UserError(
+                f"--output={given.output}", "exists, and is not what this command wrote", "Name another file"
+            ) from None
     report: dict = {"harness": need("lm-eval", "eval"), "convention": "as_in_paper" if given.as_in_paper else "plain"}
     report |= {"data": str(given.data or "hub"), "limit": given.limit, "checkpoints": []}
     from dlr_pretrain.deploy import zero_shot

@@ -37,8 +37,8 @@ def main() -> int:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
     add("--workers", type=at_least_1, default=cores(), help="processes (default: %(default)s)")
-    own = "use a sentencepiece model of this many tokens, trained on the first shards: <output>.<TOKENS>.model"
-    add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=own)
+    about_model = "use a sentencepiece model of this many tokens, trained on the first shards: <output>.<TOKENS>.model"
+    add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=about_model)
     about = "share of the text's characters that its tokens can express (default: %(default)s)"
     add("--character-coverage", type=coverage, default=COVERAGE, metavar="SHARE", help=about)
     given, overrides = parser.parse_known_args()
@@ -65,9 +65,9 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     if tokenizer.vocab_size < (given.train_tokenizer or 0):
         say(f"note        the text has too few different pieces for {given.train_tokenizer:,} tokens")
     shards = len(plan(source))
-    kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
+    existed = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
-    again = f" ({kept} shards were already there)" if kept else ""
+    again = f" ({existed} shards were already there)" if existed else ""
     say(f"finished    {given.output}, of {made.describe()}{again}")
     for name in (ROWS_LEFT_OUT, SPECIAL_TOKENS):
         if name in made.contents:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import status_of
+from dlr_pretrain.launch.status import status_of
 from dlr_pretrain.launch.submit import start
 from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, say
 from dlr_pretrain.util.files import claim

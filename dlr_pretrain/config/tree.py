@@ -8,6 +8,7 @@ import os
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ GPUS_A_NODE = 8  # assumed for plans, where torchrun does not set it
 DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
 FILES = {"data.source": "local"}  # of keys that are read if the text is in files
+of_files = partial(key, origin=True, read_if=FILES)
 COSINE = {"optimizer.schedule": "cosine"}  # of keys that are read unless the optimizer has its own schedule
 
 
@@ -152,12 +154,8 @@ class Data:
     root: str | None = key(
         "folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", path=True, origin=True
     )
-    train_files: str | None = key(
-        "glob of training shards, absolute or below data.root; null: all files", None, origin=True, read_if=FILES
-    )
-    validation_files: str | None = key(
-        "the same for validation; null: by file name, else a held-out share", None, origin=True, read_if=FILES
-    )
+    train_files: str | None = of_files("glob of training shards, absolute or below data.root; null: all files", None)
+    validation_files: str | None = of_files("the same for validation; null: by file name, else a held-out share", None)
     held_out: float = key(
         "share of documents held out, by a hash, if there are no validation files",
         0.01,
@@ -166,20 +164,13 @@ class Data:
         gt=0,
         lt=1,
     )
-    text_key: str = key(
-        "field of a record that holds the text; meta.text is a nested field", "text", origin=True, read_if=FILES
+    text_key: str = of_files("field of a record that holds the text; meta.text is a nested field", "text")
+    document: Literal["file", "paragraph"] = of_files(
+        "what counts as a document in a .txt file; blank lines end a paragraph", "file"
     )
-    document: Literal["file", "paragraph"] = key(
-        "what counts as a document in a .txt file; blank lines end a paragraph", "file", origin=True, read_if=FILES
-    )
-    bad_rows: Literal["stop", "skip"] = key(
-        "rows without text end the run, or are left out", "stop", origin=True, read_if=FILES
-    )
-    special_tokens: Literal["text", "tokens"] = key(
-        "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens",
-        "text",
-        origin=True,
-        read_if=FILES,
+    bad_rows: Literal["stop", "skip"] = of_files("rows without text end the run, or are left out", "stop")
+    special_tokens: Literal["text", "tokens"] = of_files(
+        "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens", "text"
     )
     streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
     seed: int = key("seed of the order of documents, and of nothing else", 42, ge=0, le=2**32 - 1)

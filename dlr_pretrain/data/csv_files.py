@@ -24,8 +24,11 @@ def _texts(opened: Opened, delimiter: str) -> Iterator[bytes | None]:
         header = next(records, [])
         names = [name.removeprefix(BOM.decode()) for name in header]
         if opened.text_key not in names:
-            fix = "Set data.text_key to the column that holds the text"
-            raise UserError(f"{opened.address}: has no text {opened.text_key!r}: its columns are {names}. {fix}")
+            raise UserError(
+                opened.address,
+                f"has no text {opened.text_key!r}: its columns are {names}",
+                "Set data.text_key to the column that holds the text",
+            )
         column = names.index(opened.text_key)
         for record in islice(filter(None, records), opened.start, None):
             whole = len(record) == len(names)

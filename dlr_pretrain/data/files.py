@@ -128,8 +128,11 @@ def refuse_snapshots(files: list[File]) -> None:
 
 def _refuse_folder(error: OSError) -> NoReturn:
     """Raise UserError: a glob or walk would silently skip the files of a folder that cannot be listed."""
-    fix = "Make it readable, or name the files in data.train_files"
-    raise UserError(f"{error.filename}: cannot be listed, and may hold text: {error.strerror}. {fix}") from error
+    raise UserError(
+        error.filename,
+        f"cannot be listed, and may hold text: {error.strerror}",
+        "Make it readable, or name the files in data.train_files",
+    ) from error
 
 
 def _walk(root: str) -> Iterator[str]:
@@ -164,8 +167,9 @@ def _find_remote(root: str, address: str) -> list[File]:
 
     entries = retry(look, address)
     if outside := next((name for name in entries if ".." in re.split(r"[/\\]", unquote(name))), None):
-        fix = "Name the files in data.train_files"
-        raise UserError(f"{address}: the server lists {outside}, which is outside its folder. {fix}")
+        raise UserError(
+            address, f"the server lists {outside}, which is outside its folder", "Name the files in data.train_files"
+        )
     return [
         File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"))
         for name, entry in sorted(entries.items())
@@ -199,8 +203,11 @@ def require_same_version(file: File) -> None:
     now = replace(file, size=entry.get("size"), changed=_version(entry))
     if now.changed and now.version() != file.version():
         versions = f"{file.version()} when it was opened for this run, {now.version()} now"
-        fix = "Restore it, or start a new run with another run.dir"
-        raise UserError(f"{file.address}: has changed on its server ({versions}). {fix}")
+        raise UserError(
+            file.address,
+            f"has changed on its server ({versions})",
+            "Restore it, or start a new run with another run.dir",
+        )
 
 
 def _info(file: File) -> dict[str, Any]:
@@ -292,7 +299,7 @@ def hub_error(name: str, error: Exception, fix: str) -> UserError:
     rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
     if type(error).__name__ == "GatedRepoError":
         rule, fix = "its owner asks for an agreement", OPEN_GATE
-    return UserError(f"{name}: {rule}. {fix}")
+    return UserError(name, rule, fix)
 
 
 def retry(ask: Callable[[], T], name: str) -> T:
@@ -400,8 +407,11 @@ def user_cache() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        rule = "is a link, or other users may write to it, so its content may have been planted"
-        raise UserError(f"{folder}: {rule}. Remove it, or set XDG_CACHE_HOME to a folder of your own")
+        raise UserError(
+            folder,
+            "is a link, or other users may write to it, so its content may have been planted",
+            "Remove it, or set XDG_CACHE_HOME to a folder of your own",
+        )
     return folder
 
 

@@ -44,10 +44,9 @@ def unreadable(file: File, error: Exception, where: str = "") -> UserError:
     if isinstance(error, OSError) and error.errno:
         return file_error(OSError(error.errno, f"cannot be read{where}: {os.strerror(error.errno)}", file.address))
     if "requires too much memory" in str(error):  # pyarrow's reader of zstd does not take a limit
-        rule = "was compressed with a window above 128 MB, as by zstd --long=31 or --ultra"
-        fix = "Compress it again: zstd -dc --long=31 FILE | zstd -o NEW_FILE"
-        return UserError(f"{file.address}: {rule}, which this reader does not support. {fix}")
-    return UserError(f"{file.address}: damaged or cut off{where} ({first_line(error)}). {FETCH}")
+        rule = "was compressed with a window above 128 MB, as by zstd --long=31 or --ultra, which is not supported"
+        return UserError(file.address, rule, "Compress it again: zstd -dc --long=31 FILE | zstd -o NEW_FILE")
+    return UserError(file.address, f"damaged or cut off{where} ({first_line(error)})", FETCH)
 
 
 def format_of(name: str) -> Format | None:
@@ -82,8 +81,7 @@ def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[Format | None, str]
     by_content = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), None)
     format = by_content or format_of(file.name) or (JSON_LINES if head.startswith(b"{") else None)
     if format is None:
-        rule = f"its name ends with none of {', '.join(SUFFIXES)}"
-        raise UserError(f"{file.address}: {rule}. Rename it, or leave it out")
+        raise UserError(file.address, f"its name ends with none of {', '.join(SUFFIXES)}", "Rename it, or leave it out")
     _refuse(file, head, format.refused)
     wrong = ""
     if format.magic and not by_content:

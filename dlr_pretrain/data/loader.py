@@ -215,7 +215,7 @@ def _no_validation_text(cfg: Config, source: Source) -> UserError:
     fix = "Set data.validation_files to files with text, or use a larger data.held_out"
     if cfg.data.bad_rows == "skip":
         fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"
-    return UserError(f"The validation shards hold no text: {', '.join(source.validation_shards[:3])}. {fix}")
+    return UserError("The validation shards hold no text", ", ".join(source.validation_shards[:3]), fix)
 
 
 def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -236,11 +236,17 @@ def _claim(output: Path, manifest: dict) -> None:
         write_durably(path, json.dumps(manifest, indent=1))
     there = tokens.read_manifest(output)
     if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
-        rule = f"holds the tokens of another source or tokenizer ({there['made_from']})"
-        raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
+        raise UserError(
+            output,
+            f"holds the tokens of another source or tokenizer ({there['made_from']})",
+            "Name another folder, or delete this one",
+        )
     if there["format"] != tokens.FORMAT or there["shards"] != manifest["shards"]:
-        rule = "holds tokens of an older version, which this version reads but does not continue"
-        raise UserError(f"{output}: {rule}. If it is finished, train with data=tokens; else name a new folder")
+        raise UserError(
+            output,
+            "holds tokens of an older version, which this version reads but does not continue",
+            "If it is finished, train with data=tokens; else name a new folder",
+        )
 
 
 def _is_whole(output: Path, names: Iterable[str]) -> bool:
@@ -330,8 +336,11 @@ def tokenised_once(
         made = _cached_tokens(folder, size) or _made(source, tokenizer, folder, size, say)
     except (OSError, BrokenProcessPool) as error:
         said = first_line(file_error(error) if isinstance(error, OSError) else error)
-        rule = f"the tokens of the text cannot be written here: {said}"
-        raise UserError(f"{cache}: {rule}. Set data.cache to a folder with space for them") from error
+        raise UserError(
+            cache,
+            f"the tokens of the text cannot be written here: {said}",
+            "Set data.cache to a folder with space for them",
+        ) from error
     made.version, made.versions = source.version, source.versions
     made.contents = source.contents | {
         name: text for name, text in made.contents.items() if name in (ROWS_LEFT_OUT, SPECIAL_TOKENS)
@@ -360,11 +369,17 @@ def _cost(size: int, tokenizer: Tokenizer, workers: int, folder: Path) -> str:
     cost = f"(about {amount(size)}B, {amount(needed)}B of tokens, {plural(math.ceil(minutes), 'minute')})"
     command = "scripts/prepare_data.py, with your keys of data and tokenizer, makes them for data=tokens"
     if needed > free:
-        rule = f"{amount(free)}B of space do not hold the tokens of the text {cost}"
-        raise UserError(f"data.cache={folder.parent.parent}: {rule}. Set it to a folder with space; or {command}")
+        raise UserError(
+            f"data.cache={folder.parent.parent}",
+            f"{amount(free)}B of space do not hold the tokens of the text {cost}",
+            f"Set it to a folder with space; or {command}",
+        )
     if minutes > MAX_MINUTES:
-        rule = f"its tokens {cost} would keep this run's machines waiting, because its files cannot be dealt evenly"
-        raise UserError(f"the text is long: {rule}. First, {command}")
+        raise UserError(
+            "the text is long",
+            f"its tokens {cost} would keep this run's machines waiting, because its files cannot be dealt evenly",
+            f"First, {command}",
+        )
     return cost
 
 

@@ -60,7 +60,7 @@ class Row(NamedTuple):
             rule = self.format.without_text if self.content is None else "it is null"
         else:
             fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are like this"
-        raise UserError(f"{self.where()} has no text {self.data.text_key!r}: {rule}. {fix}")
+        raise UserError(f"{self.where()} has no text {self.data.text_key!r}", rule, fix)
 
 
 def read_rows(file: File, data: Data, start: int = 0, part: Part = WHOLE) -> Iterator[Row]:

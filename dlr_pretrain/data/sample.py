@@ -50,8 +50,11 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
     if (folder / TOKENIZER_FILE).is_file() and any(folder.glob("text-*.jsonl")):
         return folder
     if folder.name != this_python:
-        rule = f"this run reads the sample {folder.name}, which is not in {cache}, but this Python makes {this_python}"
-        raise UserError(f"data=sample: {rule}. Use the sample's Python, or set data.root to the sample's folder")
+        raise UserError(
+            "data=sample",
+            f"this run reads the sample {folder.name}, which is not in {cache}, but this Python makes {this_python}",
+            "Use the sample's Python, or set data.root to the sample's folder",
+        )
     shutil.rmtree(folder, ignore_errors=True)  # some of its files were purged
     progress(f"harvesting sample text from Python's standard library into {folder} (once, takes seconds)")
     with created_atomically(folder) as draft:
@@ -120,8 +123,10 @@ def train_tokenizer(documents: list[str], vocab_size: int, coverage: float = COV
     except RuntimeError as error:
         counts = sorted(Counter("".join(documents)).values(), reverse=True)
         needed = bisect(list(accumulate(counts)), coverage * sum(counts)) + 4  # with <pad>, </s>, <unk>
-        rule = f"its characters alone need about {needed:,} tokens" if needed > vocab_size else first_line(error)
-        raise UserError(f"a tokenizer of {vocab_size:,} tokens cannot be trained on this text: {rule}") from error
+        raise UserError(
+            f"a tokenizer of {vocab_size:,} tokens cannot be trained on this text",
+            f"its characters alone need about {needed:,} tokens" if needed > vocab_size else first_line(error),
+        ) from error
     return model.getvalue()
 
 

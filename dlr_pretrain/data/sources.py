@@ -189,8 +189,11 @@ class TextSource:
 
 def nothing_remains(file: File, rows: int, rule: str) -> UserError:
     """The error for a file without any text."""
-    fix = "Set data.text_key to the field that holds the text, or leave the file out with data.train_files"
-    return UserError(f"{file.address}: data.bad_rows=skip leaves out all of its {plural(rows, 'row')}: {rule}. {fix}")
+    return UserError(
+        file.address,
+        f"data.bad_rows=skip leaves out all of its {plural(rows, 'row')}: {rule}",
+        "Set data.text_key to the field that holds the text, or leave the file out with data.train_files",
+    )
 
 
 def _hash(text: str) -> int:

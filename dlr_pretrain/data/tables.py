@@ -91,7 +91,7 @@ def _texts_of_batch(address: str, batch: Any, text_key: str) -> list[bytes | Non
         fix = "First join each value into one string, as pyarrow.compute.binary_join(column, '\\n') does for lists"
     else:
         fix = "Name a text column in data.text_key, or cast this one first: column.cast('string')"
-    raise UserError(f"{rule}: {fields}. {fix}")
+    raise UserError(rule, fields, fix)
 
 
 PARQUET = Format("parquet", (".parquet",), _parquet_texts, cut="batches", magic=(b"PAR1",), count_rows=_parquet_rows)

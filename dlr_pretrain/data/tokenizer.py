@@ -98,8 +98,11 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = model = sentencepiece.SentencePieceProcessor()
             model.LoadFromSerializedProto(content)
         except (OSError, RuntimeError) as error:
-            fix = "Set tokenizer.path to a sentencepiece model, a tokenizer.json, or a folder that holds one"
-            raise UserError(f"{path}: not a readable sentencepiece model ({error}). {fix}") from error
+            raise UserError(
+                path,
+                f"not a readable sentencepiece model ({error})",
+                "Set tokenizer.path to a sentencepiece model, a tokenizer.json, or a folder that holds one",
+            ) from error
         self.vocab_size, self.unk_id, self.special_in_text = model.vocab_size(), model.unk_id(), "text"
         self.special = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
         default_end = model.eos_id() if model.eos_id() >= 0 else None
@@ -147,8 +150,11 @@ class FastTokenizer(Tokenizer):
             content = path.read_text(encoding="utf-8")
             self._model = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exceptions
-            fix = "Set tokenizer.path to a tokenizer.json that the tokenizers library saved"
-            raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
+            raise UserError(
+                path,
+                f"not a readable tokenizer.json ({first_line(error)})",
+                "Set tokenizer.path to a tokenizer.json that the tokenizers library saved",
+            ) from error
         self._model.no_truncation()
         self._model.no_padding()
         self.special_in_text = special_in_text or _configured(path).get(IN_TEXT, "text")
@@ -176,8 +182,9 @@ class FastTokenizer(Tokenizer):
         try:
             encoded = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
         except Exception as error:  # the library raises plain Exceptions
-            fix = "Give the tokenizer an unknown token"
-            raise UserError(f"{self.path}: cannot encode the text ({first_line(error)}). {fix}") from error
+            raise UserError(
+                self.path, f"cannot encode the text ({first_line(error)})", "Give the tokenizer an unknown token"
+            ) from error
         ids = [np.array(one.ids, np.int32) for one in encoded]
         if self.special_in_text == "tokens":
             return ids
@@ -191,16 +198,20 @@ def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int
     """The id of the token that ends documents: given, configured beside the file, the model's own, or a usual one."""
     usual = [token for token in ENDS if token in vocabulary]
     if given is not None and given not in vocabulary:
-        fix = f"Perhaps {' or '.join(usual)}" if usual else "Name a token of its vocabulary"
-        raise UserError(f"tokenizer.eos={given}: is not a token of {path}. {fix}")
+        raise UserError(
+            f"tokenizer.eos={given}",
+            f"is not a token of {path}",
+            f"Perhaps {' or '.join(usual)}" if usual else "Name a token of its vocabulary",
+        )
     token = given or _configured(path).get("eos_token", "")
     if token in vocabulary:
         return vocabulary[token]
     if default is not None:
         return default
     if not usual:
-        rule = "does not say which token ends a document"
-        raise UserError(f"{path}: {rule}. Set tokenizer.eos=<a token of its vocabulary>")
+        raise UserError(
+            path, "does not say which token ends a document", "Set tokenizer.eos=<a token of its vocabulary>"
+        )
     return vocabulary[usual[0]]
 
 
@@ -243,8 +254,11 @@ def load_tokenizer(path: Path, end: str | None = None, special_in_text: str | No
     if path.suffix == ".json":
         return FastTokenizer(path, end, special_in_text)
     if special_in_text == "tokens":
-        rule = "a SentencePiece model reads its special tokens in a text as ordinary characters"
-        raise UserError(f"data.special_tokens=tokens: {rule} ({path}). Leave the key out, or use a tokenizer.json")
+        raise UserError(
+            "data.special_tokens=tokens",
+            f"a SentencePiece model reads its special tokens in a text as ordinary characters ({path})",
+            "Leave the key out, or use a tokenizer.json",
+        )
     return SentencePieceTokenizer(path, end)
 
 
@@ -254,8 +268,11 @@ def open_tokenizer(cfg: Config, source) -> Tokenizer:
     special_in_text = None if cfg.data.source == "tokens" else cfg.data.special_tokens
     tokenizer = load_tokenizer(Path(path), cfg.tokenizer.eos, special_in_text)
     if tokenizer.special_in_text == "tokens" and cfg.data.mask_documents:
-        rule = f"documents are divided at {tokenizer.token(tokenizer.eos_id)}, which a text may hold as well"
-        raise UserError(f"data.mask_documents=true with data.special_tokens=tokens: {rule}. Leave one of them out")
+        raise UserError(
+            "data.mask_documents=true with data.special_tokens=tokens",
+            f"documents are divided at {tokenizer.token(tokenizer.eos_id)}, which a text may hold as well",
+            "Leave one of them out",
+        )
     return tokenizer
 
 
@@ -282,6 +299,9 @@ def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:
         size = tokenizer.vocab_size
         return size if size < PADDED_FROM else -(-size // MULTIPLE) * MULTIPLE
     if tokenizer.vocab_size > rows:
-        rule = f"{tokenizer.vocab_size:,} ids, but the model has scale.vocab_size={rows}"
-        raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set scale.vocab_size={tokenizer.vocab_size} or more")
+        raise UserError(
+            f"tokenizer {tokenizer.path}",
+            f"{tokenizer.vocab_size:,} ids, but the model has scale.vocab_size={rows}",
+            f"Set scale.vocab_size={tokenizer.vocab_size} or more",
+        )
     return rows

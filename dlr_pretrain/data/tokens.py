@@ -266,8 +266,11 @@ class TokenSource:
     def _require(self, tokenizer: Tokenizer) -> None:
         """Raise UserError unless the shards were made with this tokenizer."""
         if tokenizer.fingerprint != self._sha256:
-            rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
-            raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
+            raise UserError(
+                tokenizer.path,
+                f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with",
+                "Leave tokenizer.path out, or prepare the tokens again",
+            )
 
     def describe(self) -> str:
         tokens, documents = (sum(self.sizes(packed)) for packed in (True, False))
@@ -326,4 +329,4 @@ def read_manifest(root: Path) -> dict:
         raise file_error(error) from error
     except ValueError as error:
         rule = f"damaged ({error})"
-    raise UserError(f"{path}: {rule}. {PREPARE} again, into another folder")
+    raise UserError(path, rule, f"{PREPARE} again, into another folder")

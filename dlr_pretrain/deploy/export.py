@@ -330,8 +330,11 @@ def _register_layer(folder: Path) -> None:
     try:
         layer = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        fix = "Install its package, or add the folder that holds it to PYTHONPATH"
-        raise UserError(f"{folder}: needs {name}, which cannot be imported ({error}). {fix}") from error
+        raise UserError(
+            folder,
+            f"needs {name}, which cannot be imported ({error})",
+            "Install its package, or add the folder that holds it to PYTHONPATH",
+        ) from error
     if not (isinstance(layer, type) and issubclass(layer, LowRankLinear)):
         kind = "which is not a subclass of LowRankLinear"
         raise UserError(f"{folder}: names the layer {name}, {kind}. Its config.json is not what an export wrote")

@@ -60,8 +60,11 @@ def read_rows(source: str):
         rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
         return rows.map(pair, remove_columns=rows.column_names)
     except Exception as error:  # the types of errors differ between versions of the library
-        fix = "Rows have instruction, input and output; name a local .json or .jsonl file with --data"
-        raise UserError(f"{source}: cannot be read: {first_line(error)}. {fix}") from error
+        raise UserError(
+            source,
+            f"cannot be read: {first_line(error)}",
+            "Rows have instruction, input and output; name a local .json or .jsonl file with --data",
+        ) from error
 
 
 def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32: bool = False, **settings) -> None:
@@ -91,8 +94,9 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
         trainer.train()
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         if not all(map(math.isfinite, losses)):
-            fix = f"Lower --lr {arguments.learning_rate:g}"
-            raise UserError(f"{output}: a loss is not finite. Nothing was written. {fix}")
+            raise UserError(
+                output, "a loss is not finite. Nothing was written", f"Lower --lr {arguments.learning_rate:g}"
+            )
         if main:
             for path in filter(Path.is_file, folder.rglob("*")):
                 if ".safetensors" not in path.name and path.name != "fold.json":

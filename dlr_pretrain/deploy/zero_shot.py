@@ -61,9 +61,11 @@ def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
             for task in tasks[name].values():
                 len(task.eval_docs)  # reads the documents
         except Exception as error:  # the hub, and a document that the harness cannot read, raise errors of many types
-            rule = f"its documents cannot be read from {data or 'the hub'}: {type(error).__name__}: {first_line(error)}"
-            fix = "Name with --data a folder that has <task>/<split>.jsonl with the hub's field names"
-            raise UserError(f"{name}: {rule}. {fix}") from error
+            raise UserError(
+                name,
+                f"its documents cannot be read from {data or 'the hub'}: {type(error).__name__}: {first_line(error)}",
+                "Name with --data a folder that has <task>/<split>.jsonl with the hub's field names",
+            ) from error
     return tasks
 
 

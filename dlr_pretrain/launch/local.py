@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import status_of
+from dlr_pretrain.launch.status import status_of
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.process import cores, stop_signals
 
@@ -19,7 +19,7 @@ TRAIN = ("-m", "dlr_pretrain")
 LOG = "local.log"  # in the run directory
 
 
-def train(runs: Sequence[PlannedRun], at_once: int) -> None:
+def train_here(runs: Sequence[PlannedRun], at_once: int) -> None:
     """Train ``runs``, ``at_once`` at a time, and print how each has ended.
 
     After a signal, wait until the running ones have saved, and raise Stopped.

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.config.run_folder import JOB, require_run_folder
-from dlr_pretrain.launch.local import train
+from dlr_pretrain.launch.local import train_here
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, STATES, Status, ask, queue, shipped, status_of
+from dlr_pretrain.launch.status import DUE, STATES, Status, ask, queue, shipped, status_of
 from dlr_pretrain.util.errors import UserError, write_to_stderr
 from dlr_pretrain.util.files import claim, write_durably
 from dlr_pretrain.util.secrets import redact
@@ -42,7 +42,7 @@ def start(runs: Sequence[PlannedRun], given: argparse.Namespace) -> None:
     for run in due if not given.status else ():
         require_run_folder(run.dir, run.cfg.data.cache)
     if due and given.local and not given.status:
-        train(due, given.limit or 1)
+        train_here(due, given.limit or 1)
     elif due and not given.local:
         print(submit(runs, due, given))
 

@@ -68,6 +68,9 @@ def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], N
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
     corpus = Corpus(source, tokenizer, validation, vocab_size)
     if corpus.unknown > REFUSED_UNKNOWN:
-        rule = f"cannot express the text: {corpus.unknown:.0%} of the tokens are the unknown token"
-        raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
+        raise UserError(
+            f"tokenizer {tokenizer.path}",
+            f"cannot express the text: {corpus.unknown:.0%} of the tokens are the unknown token",
+            "Set tokenizer.path to a tokenizer of this language",
+        )
     return corpus

@@ -26,8 +26,11 @@ def find_device(cfg: Config) -> torch.device:
         raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
     gpus = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     if cfg.device == "auto" and gpus != "0" and not torch.cuda.is_available():
-        fix = "Use a CUDA build of torch that this driver supports, or device=cpu"
-        raise UserError(f"device=auto: SLURM gave this job {gpus} GPUs on this node, but torch finds none. {fix}")
+        raise UserError(
+            "device=auto",
+            f"SLURM gave this job {gpus} GPUs on this node, but torch finds none",
+            "Use a CUDA build of torch that this driver supports, or device=cpu",
+        )
     device = torch.device("cpu")
     if cfg.device != "cpu" and torch.cuda.is_available():
         local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

@@ -48,7 +48,7 @@ def resolve_micro_batch(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Pat
     if rows == 0:
         rule = f"not even one sequence of train.seq_len={cfg.train.seq_len} fits in {least / 1e9:.1f} GB of a GPU"
         fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
-        raise UserError(f"train.micro_batch=auto: {rule}. {fix}; nvidia-smi shows what else is on the GPU")
+        raise UserError("train.micro_batch=auto", rule, f"{fix}; nvidia-smi shows what else is on the GPU")
     ranks.on_main(lambda: update_record(run_dir, {"micro_batch": recorded | {str(world): rows}}))
     return replace(cfg, train=replace(cfg.train, micro_batch=rows))
 

@@ -68,8 +68,11 @@ class Saver(AbstractContextManager["Saver"]):
                 raise UserError(f"{self.root} on {socket.gethostname()} is not the folder of rank 0. {fix}")
             write_durably(folder / f"rank_{self.ranks.rank}", b"")
             if (free := shutil.disk_usage(folder).free) < size:
-                rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
-                raise UserError(f"{self.root}: {rule}. Free some space and repeat the command, or move the run")
+                raise UserError(
+                    self.root,
+                    f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
+                    "Free some space and repeat the command, or move the run",
+                )
 
         with self.ranks.heartbeat.may_wait():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "check"))

@@ -78,8 +78,11 @@ def newest_checkpoint(run_dir: Path, say: Say) -> Path | None:
         renamed = directory.rename(root / f"damaged_{directory.name}_{uuid.uuid4().hex[:8]}")
         say(f"warning: passed over {directory}: {damage}. It is now {renamed.name}; delete it if you do not need it")
     if newest is None and saved:
-        fix = "Restore it, or move the run directory away to start over"
-        raise UserError(f"{root}: no checkpoint, but step {saved:,} was saved. {fix}")
+        raise UserError(
+            root,
+            f"no checkpoint, but step {saved:,} was saved",
+            "Restore it, or move the run directory away to start over",
+        )
     if newest is not None and step_of(newest) < saved:
         lost = f"the last saved checkpoint, of step {saved:,}, is missing"
         say(f"warning: {root}: {lost}. The steps after {newest.name} are trained again")
@@ -98,8 +101,11 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
     """
     if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / INDEX).is_file()):
         if cfg.run.start_optimizer:
-            rule = "is a folder of weights, without optimizer state"
-            raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
+            raise UserError(
+                f"run.start_from={given}",
+                "is a folder of weights, without optimizer state",
+                "Name a checkpoint, or leave out run.start_optimizer",
+            )
         tokenizer = ranks.on_main(lambda: read_record(run_dir)["identity"]["tokenizer.pieces"])
         folder = ranks.main_first(lambda: PretrainedFolder(given, cfg, vocab_size, tokenizer))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
@@ -125,8 +131,10 @@ def _named(given: Path, say: Say) -> Path:
     for directory, damage in damaged.items():
         say(f"warning: passed over {directory}: {damage}")
     if newest is None:
-        rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder with model.safetensors"
-        raise UserError(f"run.start_from={given}: {rule}")
+        raise UserError(
+            f"run.start_from={given}",
+            "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder with model.safetensors",
+        )
     return newest
 
 
@@ -142,7 +150,7 @@ def _part_of(saved: Checkpoint, cfg: Config, identity: dict, say: Say) -> Checkp
     def refuse(part: str, what: str, fix: str) -> None:
         if differ := differing(part):
             rule = f"another {what} ({describe_differences(differ)})"
-            raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set the same keys{fix}")
+            raise UserError(f"run.start_from={cfg.run.start_from}", rule, f"Set the same keys{fix}")
 
     refuse("weights", "model", "; with another dlr, start from the weights in its folded folder")
     state = saved.state | {"skipped": [0, 0, 0]}
@@ -151,8 +159,11 @@ def _part_of(saved: Checkpoint, cfg: Config, identity: dict, say: Say) -> Checkp
         return replace(saved, optimizer={}, state=state | {"step": 0, "tokens": 0, "real_tokens": 0, "streams": {}})
     refuse("moments", "optimizer", ", or leave out run.start_optimizer")
     if saved.step >= cfg.train.steps:
-        rule = f"run.start_from={cfg.run.start_from} has already trained {saved.step:,} steps"
-        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set a larger number")
+        raise UserError(
+            f"train.steps={cfg.train.steps}",
+            f"run.start_from={cfg.run.start_from} has already trained {saved.step:,} steps",
+            "Set a larger number",
+        )
     if differing("position"):
         state["streams"] = {}
         say("the data start from the beginning, because their keys differ")

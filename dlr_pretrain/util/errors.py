@@ -32,15 +32,16 @@ FIXES = {  # by error number
 
 
 class UserError(Exception):
-    """An error whose message names the file or key, and the fix. The process exits with ``exit_code``.
+    """An error that names the file or key, the rule that it breaks, and the fix. The process exits with ``exit_code``.
 
     Secrets are hidden in the message, which may quote a signed address.
     """
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, message: str):
-        super().__init__(redact(message))
+    def __init__(self, what: object, rule: str = "", fix: str = ""):
+        said = f"{what}: {rule}" if rule else str(what)
+        super().__init__(redact(f"{said}. {fix}" if fix else said))
 
 
 class Diverged(UserError):

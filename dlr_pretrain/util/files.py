@@ -112,9 +112,11 @@ def require_durable(folder: Path) -> None:
             try:
                 act()
             except OSError as error:
-                rule = f"{operation} fails on this file system ({file_system(place)}): {error.strerror}"
-                fix = FIXES.get(error.errno or 0, "Saved work would not be safe there. Name a place on another disk")
-                raise UserError(f"{place}: {rule}. {fix}") from error
+                raise UserError(
+                    place,
+                    f"{operation} fails on this file system ({file_system(place)}): {error.strerror}",
+                    FIXES.get(error.errno or 0, "Saved work would not be safe there. Name a place on another disk"),
+                ) from error
     finally:
         for left in (scratch, renamed):
             shutil.rmtree(left, ignore_errors=True)
@@ -125,8 +127,11 @@ def new_pool(kind: Callable[..., T], *options: Any) -> T:
     try:
         return kind(*options)
     except OSError as error:
-        fix = "Start the container with one that can be written, such as docker's --shm-size=8g"
-        raise UserError(f"{SHARED_MEMORY}: {error.strerror}. Pools of workers need it for semaphores. {fix}") from error
+        raise UserError(
+            SHARED_MEMORY,
+            f"{error.strerror}. Pools of workers need it for semaphores",
+            "Start the container with one that can be written, such as docker's --shm-size=8g",
+        ) from error
 
 
 def file_system(path: Path) -> str:

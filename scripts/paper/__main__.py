@@ -17,7 +17,7 @@ from dlr_pretrain.config import parse
 from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.launch.runs import Line, PlannedRun
-from dlr_pretrain.launch.state import queue, status_of
+from dlr_pretrain.launch.status import queue, status_of
 from dlr_pretrain.launch.submit import start
 from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, share, write_to_stderr
 from dlr_pretrain.util.files import claim

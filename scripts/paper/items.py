@@ -20,7 +20,7 @@ from dlr_pretrain.config import identity
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs
-from dlr_pretrain.launch.state import shipped
+from dlr_pretrain.launch.status import shipped
 from dlr_pretrain.util.errors import UserError
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from dlr_pretrain.analysis.plan import GPU, LEAST_MFU, MFU_AT_1B, MFU_AT_60M
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
 from dlr_pretrain.analysis.tables import Table
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import DUE, Status
+from dlr_pretrain.launch.status import DUE, Status
 from dlr_pretrain.launch.submit import counted
 from dlr_pretrain.util.text import markdown_table, plural
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs
-from dlr_pretrain.launch.state import Status, last_job, last_saved, queue, status_of
+from dlr_pretrain.launch.status import Status, last_job, last_saved, queue, status_of
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT, forked
 from tests.resume.test_resume import assert_same, final

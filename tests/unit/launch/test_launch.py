@@ -17,9 +17,9 @@ import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
-from dlr_pretrain.launch import local, state
+from dlr_pretrain.launch import local, status
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_lines, read_table
-from dlr_pretrain.launch.state import JOB, Status, last_job, status_of
+from dlr_pretrain.launch.status import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from slurm.submit import main
@@ -37,7 +37,7 @@ def table(tmp_path):
 def now(monkeypatch) -> float:
     """The time, which does not pass, for what judges the age of a heartbeat."""
     moment = time.time()
-    monkeypatch.setattr(state, "time", SimpleNamespace(time=lambda: moment))
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: moment))
     return moment
 
 
@@ -187,10 +187,10 @@ def test_batch_scripts_get_a_runs_words_and_its_saved_step(tmp_path, capsys):
     assert asked("runs", str(path), "2").split("\0") == ["data.text_key=a b", "seed=2", ""]
     assert asked("runs", str(path), "3") == ""
     words = ["scale=tiny", f"run.dir={tmp_path}/run"]
-    assert asked("state", *words) == f"0 {tmp_path}/run\n"
+    assert asked("status", *words) == f"0 {tmp_path}/run\n"
     (tmp_path / "run").mkdir()
     update_record(tmp_path / "run", {"identity": {}, "saved": 300})
-    assert asked("state", *words) == f"300 {tmp_path}/run\n"
+    assert asked("status", *words) == f"300 {tmp_path}/run\n"
 
 
 STAND_IN = """
@@ -238,15 +238,12 @@ def test_a_signal_stops_what_runs_and_starts_nothing(four, tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    before, runs, asking = (
-        signal.getsignal(signal.SIGTERM),
-        loaded([*four, "train.lr=60"]),
-        threading.Thread(target=ask),
-    )
+    before, runs = signal.getsignal(signal.SIGTERM), loaded([*four, "train.lr=60"])
+    asking = threading.Thread(target=ask)
     asking.start()
     try:
         with pytest.raises(Stopped, match="The same command continues"):
-            local.train(runs, 2)
+            local.train_here(runs, 2)
     finally:
         over.set()
         asking.join()

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from dlr_pretrain.cli import load
 from dlr_pretrain.config.run_folder import read_config, read_record
 from dlr_pretrain.data.tokens import read_manifest
-from dlr_pretrain.launch.state import last_job
+from dlr_pretrain.launch.status import last_job
 from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import UserError

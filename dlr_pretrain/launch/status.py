@@ -1,7 +1,8 @@
 """The state of a run, from its ``manifest.json``, its heartbeat, and its job in SLURM's queue.
 
-    python -m dlr_pretrain.launch.state scale=1b dlr=on     prints the last saved step, or 0, and the run directory, for
-                                                            slurm/train.sbatch
+    python -m dlr_pretrain.launch.status scale=1b dlr=on
+
+prints the last saved step, or 0, and the run directory, for slurm/train.sbatch.
 
 ``<run>/job.json`` holds the job that was queued last for a run as {"time", "job", "log"}; ``job`` is the id of the
 array task, such as ``12_3``.
