@@ -26,4 +26,4 @@ signal-soak:  # two hundred signals at random moments of a run (half an hour)
 	DLR_SIGNALS=200 python -m pytest tests/kill/test_signals.py -m full -s
 
 style:
-	ruff check . && ruff format --check .
+	ruff check . && ruff format --check . && mypy

@@ -94,6 +94,10 @@ LINE = b'{"text": "a"}\n'
 FRAME = bytes((0, 0xA8))  # no sizes, no checksum; a window of 2 GB
 LARGE_WINDOW = b"\x28\xb5\x2f\xfd" + FRAME + (len(LINE) << 3 | 1).to_bytes(3, "little") + LINE  # one raw block
 TABLES = (".parquet", ".arrow", ".file.arrow")
+SIDE_TEXTS = """README.md readme.txt LICENSE-MIT.txt Licence.txt NOTICE.txt requirements-dev.txt x/CITATION.cff vocab.txt
+    tokenizer.model AUTHORS""".split()
+SETTINGS = """dataset_infos.json metadata.json x/config.json tokenizer_config.json tokenizer.json special_tokens_map.json
+    state.json""".split()
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 SIDE, TESTED, TEXT_BESIDE = "a side file", "named as a test split", "text beside the folder's JSON lines"
 
@@ -118,17 +122,10 @@ FOLDERS = {
                             "a.jsonl", "",
                             {"LICENSE.txt": SIDE, "README.md": SIDE, "note.txt": TEXT_BESIDE}),
     "texts and their side files": Folder(
-        {"a.txt": TEXT, "x/b.txt": TEXT} | dict.fromkeys(
-            ("README.md", "readme.txt", "LICENSE-MIT.txt", "Licence.txt", "NOTICE.txt", "requirements-dev.txt",
-             "x/CITATION.cff", "vocab.txt", "tokenizer.model", "AUTHORS"), TEXT), "a.txt x/b.txt", "",
-        dict.fromkeys(("README.md", "readme.txt", "LICENSE-MIT.txt", "Licence.txt", "NOTICE.txt",
-                       "requirements-dev.txt", "x/CITATION.cff", "vocab.txt", "tokenizer.model", "AUTHORS"), SIDE)),
+        {"a.txt": TEXT, "x/b.txt": TEXT} | dict.fromkeys(SIDE_TEXTS, TEXT), "a.txt x/b.txt", "",
+        dict.fromkeys(SIDE_TEXTS, SIDE)),
     "settings of a dataset and a tokenizer": Folder(
-        {"a.json": LINES} | dict.fromkeys(
-            ("dataset_infos.json", "metadata.json", "x/config.json", "tokenizer_config.json", "tokenizer.json",
-             "special_tokens_map.json", "state.json"), JSON), "a.json", "",
-        dict.fromkeys(("dataset_infos.json", "metadata.json", "x/config.json", "tokenizer_config.json",
-                       "tokenizer.json", "special_tokens_map.json", "state.json"), SIDE)),
+        {"a.json": LINES} | dict.fromkeys(SETTINGS, JSON), "a.json", "", dict.fromkeys(SETTINGS, SIDE)),
     "text with a side file's name": Folder({"authors.jsonl": LINES, "metadata.jsonl": LINES},
         "authors.jsonl metadata.jsonl",
                                      "", {}),
@@ -189,19 +186,10 @@ FOLDERS |= {
     "of two snapshots to the same text": linked(
         ["blobs/1"], {f"snapshots/{A}/x.jsonl": "../../blobs/1", f"snapshots/{B}/x.jsonl": "../../blobs/1"},
         f"snapshots/{A}/x.jsonl", "", {f"snapshots/{B}/x.jsonl": f"the same file as snapshots/{A}/x.jsonl"}),
-    "no text": refused(
-        {"a.xlsx": TEXT},
-        r"holds no file that ends with \.json, .*Left out: a\.xlsx \(\.xlsx is not read\)\. Set",
-    ),
-    "nothing at all": refused(
-        {},
-        r"data\.root=.*: holds no file that ends with \.json.*\.tsv, or these with \.gz.*\.xz\. Set",
-    ),
+    "no text": refused({"a.xlsx": TEXT}, r"ends with \.json, .*Left out: a\.xlsx \(\.xlsx is not read\)\. Set"),
+    "nothing": refused({}, r"data\.root=.*: holds no file that ends with \.json.*\.tsv, or these with \.gz.*\.xz\. Set"),
     "only a test": refused(["test.jsonl"], r"holds no training file\. Left out: test\.jsonl \(named as a test split\)"),
-    "only validation": refused(
-        ["val.jsonl"],
-        r"holds no training file\. Left out: val\.jsonl \(named as a validation split\)",
-    ),
+    "only validation": refused(["val.jsonl"], r"no training file\. Left out: val\.jsonl \(named as a validation split\)"),
     "only blanks": refused({"a.jsonl": b"\n \n", "b.jsonl": b""},
         "all training files are empty. Give a file with text"),
     "no rows": refused({"a.parquet": rows([])}, "all training files are empty. Give a file with text"),
@@ -296,8 +284,8 @@ def test_each_file_of_a_folder_is_read_or_has_a_reason(tmp_path, case):
     root = fill(tmp_path / "root", folder.files, folder.links)
     root.mkdir(exist_ok=True)
     if not folder.error:
-        expected = folder.train.split(), folder.validation.split(), folder.left_out
-        assert of(opened(root, **folder.keys)) == expected
+        read = of(opened(root, **folder.keys))
+        assert read == (folder.train.split(), folder.validation.split(), folder.left_out)
         return
     with pytest.raises(UserError, match=folder.error) as caught:
         source = opened(root, **folder.keys)
