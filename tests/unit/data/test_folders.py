@@ -94,10 +94,14 @@ LINE = b'{"text": "a"}\n'
 FRAME = bytes((0, 0xA8))  # no sizes, no checksum; a window of 2 GB
 LARGE_WINDOW = b"\x28\xb5\x2f\xfd" + FRAME + (len(LINE) << 3 | 1).to_bytes(3, "little") + LINE  # one raw block
 TABLES = (".parquet", ".arrow", ".file.arrow")
-SIDE_TEXTS = """README.md readme.txt LICENSE-MIT.txt Licence.txt NOTICE.txt requirements-dev.txt x/CITATION.cff vocab.txt
-    tokenizer.model AUTHORS""".split()
-SETTINGS = """dataset_infos.json metadata.json x/config.json tokenizer_config.json tokenizer.json special_tokens_map.json
-    state.json""".split()
+SIDE_TEXTS = [
+    *("README.md", "readme.txt", "LICENSE-MIT.txt", "Licence.txt", "NOTICE.txt", "requirements-dev.txt"),
+    *("x/CITATION.cff", "vocab.txt", "tokenizer.model", "AUTHORS"),
+]
+SETTINGS = [
+    *("dataset_infos.json", "metadata.json", "x/config.json", "tokenizer_config.json", "tokenizer.json"),
+    *("special_tokens_map.json", "state.json"),
+]
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 SIDE, TESTED, TEXT_BESIDE = "a side file", "named as a test split", "text beside the folder's JSON lines"
 
@@ -187,9 +191,9 @@ FOLDERS |= {
         ["blobs/1"], {f"snapshots/{A}/x.jsonl": "../../blobs/1", f"snapshots/{B}/x.jsonl": "../../blobs/1"},
         f"snapshots/{A}/x.jsonl", "", {f"snapshots/{B}/x.jsonl": f"the same file as snapshots/{A}/x.jsonl"}),
     "no text": refused({"a.xlsx": TEXT}, r"ends with \.json, .*Left out: a\.xlsx \(\.xlsx is not read\)\. Set"),
-    "nothing": refused({}, r"data\.root=.*: holds no file that ends with \.json.*\.tsv, or these with \.gz.*\.xz\. Set"),
+    "nothing": refused({}, r"data\.root=.*: holds no file that .*\.json.*\.tsv, or these with \.gz.*\.xz\. Set"),
     "only a test": refused(["test.jsonl"], r"holds no training file\. Left out: test\.jsonl \(named as a test split\)"),
-    "only validation": refused(["val.jsonl"], r"no training file\. Left out: val\.jsonl \(named as a validation split\)"),
+    "only validation": refused(["val.jsonl"], r"no training file\. Left out: val\.jsonl \(named as a valid"),
     "only blanks": refused({"a.jsonl": b"\n \n", "b.jsonl": b""},
         "all training files are empty. Give a file with text"),
     "no rows": refused({"a.parquet": rows([])}, "all training files are empty. Give a file with text"),
