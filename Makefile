@@ -4,6 +4,9 @@
 test:       # the README's command: every promise once
 	python -m pytest -n 3
 
+test-%:     # one room's tests, as test-data: its unit tests, its folder, its parity
+	python -m pytest -n 2 $(or $(wildcard tests/unit/$* tests/$* tests/parity/test_$**.py),$(error no tests of $*))
+
 full:       # what that leaves to continuous integration
 	python -m pytest -n 3 -m full
 
@@ -23,4 +26,4 @@ signal-soak:  # two hundred signals at random moments of a run (half an hour)
 	DLR_SIGNALS=200 python -m pytest tests/kill/test_signals.py -m full -s
 
 style:
-	ruff check . && ruff format --check .
+	ruff check . && ruff format --check . && mypy

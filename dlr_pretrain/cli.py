@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -130,7 +130,10 @@ def _start(line: CommandLine, configs: list[Config], run: Callable[[Config], flo
         return 0
     sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag
     launcher = next((word for word in line.words if line.multirun and key_of(word) == "hydra/launcher"), "")
-    with process.passing_on_stops(queued="slurm" in launcher) if launcher else nullcontext([]) as asked:
+    waiting: AbstractContextManager[list[int]] = nullcontext([])
+    if launcher:
+        waiting = process.passing_on_stops(queued="slurm" in launcher)
+    with waiting as asked:
         try:
             hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
         except SystemExit:

@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -298,7 +299,7 @@ class RankChecks:
     def step(self) -> str:
         """A run of ``STEPS`` updates in a folder beside the run's, to its folded model, which is deleted."""
         ranks, corpus = self.ranks, self.corpus
-        if not all(ranks.gather(corpus is not None)):
+        if not all(ranks.gather(corpus is not None)) or corpus is None:
             raise UserWarning("not checked: it needs the text of the run")
         ranks.use_device()
         parent = _existing(Path(str(self.cfg.run.dir)).absolute().parent)
@@ -307,8 +308,8 @@ class RankChecks:
             scratch = Path(ranks.on_main(lambda: opened.enter_context(temporary())))
             cfg = short(resolve_micro_batch(self.cfg, ranks, corpus.vocab_size, scratch), ranks.world_size, scratch)
             validation, few = corpus.validation, 2 * ranks.world_size  # sequences
-            rows = {"tokens": validation.tokens[:few], "lengths": validation.lengths[:few]}
-            corpus = replace(corpus, validation=replace(validation, **rows))
+            head = replace(validation, tokens=validation.tokens[:few], lengths=validation.lengths[:few])
+            corpus = replace(corpus, validation=head)
             run = Run(cfg, scratch, ranks, self.stop, Console(cfg, enabled=False), corpus)
             run.complete()
             ended = time.time()
@@ -336,7 +337,7 @@ def short(cfg: Config, world_size: int, folder: Path) -> Config:
     each, whole = world_size * cfg.micro_batch(world_size), cfg.train.global_batch
     batch = math.lcm(cfg.num_streams, each)
     batch = 2 * batch if batch == each < whole else batch  # several micro-batches if the run has several
-    train = {"steps": STEPS, "warmup_steps": 0, "stop_after": None, "global_batch": batch}
+    train: dict[str, Any] = {"steps": STEPS, "warmup_steps": 0, "stop_after": None, "global_batch": batch}
     return replace(
         cfg,
         train=replace(cfg.train, **train, micro_batch=cfg.micro_batch(world_size)),

@@ -38,7 +38,7 @@ def run(given: argparse.Namespace) -> None:
             raise UserError(
                 f"--output={given.output}", "exists, and is not what this command wrote", "Name another file"
             ) from None
-    report = {"harness": need("lm-eval", "eval"), "convention": "as_in_paper" if given.as_in_paper else "plain"}
+    report: dict = {"harness": need("lm-eval", "eval"), "convention": "as_in_paper" if given.as_in_paper else "plain"}
     report |= {"data": str(given.data or "hub"), "limit": given.limit, "checkpoints": []}
     from dlr_pretrain.deploy import zero_shot
 

@@ -56,8 +56,8 @@ def fold(given: argparse.Namespace) -> None:
 def facts(run: Path, state: dict) -> dict[str, object]:
     """What the folder's README says about the checkpoint: its step, tokens, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
-    line = next((one for one in reversed(read_metrics(run / "metrics.jsonl")) if one["step"] == record["step"]), {})
-    return record | {name: value for name, value in line.items() if name.startswith("eval/")}
+    lines = [one for one in read_metrics(run / "metrics.jsonl") if one["step"] == record["step"]]
+    return record | {name: value for line in lines[-1:] for name, value in line.items() if name.startswith("eval/")}
 
 
 if __name__ == "__main__":

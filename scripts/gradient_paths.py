@@ -83,7 +83,7 @@ def measure(
     for path, layer in named_layers(model):
         block = path.removeprefix("model.layers.").rpartition(".")[0]
         record(layer, [f"{block}.{projection}" for projection in layer.spec.names], outputs)
-    paths = {name: [] for name in names}
+    paths: dict[str, list[Tensor]] = {name: [] for name in names}
     count = sum((targets != IGNORE).sum() for _, targets, *_ in inputs)
     for ids, targets, *documents in inputs:
         gradients = torch.autograd.grad(model(ids, targets, *documents) / count, [outputs[name] for name in names])
@@ -117,7 +117,7 @@ def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
         outputs.update(zip(names, separate, strict=True))
         return torch.stack(separate)
 
-    layer.expand = recorded
+    layer.expand = recorded  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

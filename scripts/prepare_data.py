@@ -48,9 +48,9 @@ def main() -> int:
 def run(given: argparse.Namespace, overrides: list[str]) -> None:
     cfg = load([*overrides, "logger=jsonl"])  # the default logger needs a package that this command does not
     refuse_unused(overrides)
-    if cfg.data.source == "tokens":
+    source = None if cfg.data.source == "tokens" else open_source(cfg, say)
+    if not isinstance(source, TextSource):
         raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
-    source = open_source(cfg, say)
     if given.train_tokenizer is not None:
         if cfg.tokenizer.path is not None:
             rule = "--train-tokenizer makes its own"

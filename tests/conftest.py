@@ -215,14 +215,16 @@ def on_ranks(act: Callable[[], object], ranks: int) -> None:
     children = [multiprocessing.get_context("fork").Process(target=start, args=(rank,)) for rank in range(ranks)]
     for child in children:
         child.start()
-    deadline = math.inf
-    while any(child.is_alive() for child in children):
-        time.sleep(0.01)
-        if any(child.exitcode for child in children):
-            deadline = min(deadline, time.time() + 5)
-        if time.time() > deadline:  # the remaining ranks wait for one that is gone
-            for child in children:
-                child.kill()
+    try:
+        deadline = math.inf
+        while any(child.is_alive() for child in children) and time.time() < deadline:
+            time.sleep(0.01)
+            if any(child.exitcode for child in children):
+                deadline = min(deadline, time.time() + 5)
+    finally:  # the remaining ranks wait for one that is gone, or the test was interrupted
+        for child in children:
+            child.kill()
+            child.join()
     output.seek(0)
     assert not any(child.exitcode for child in children), output.read()[-6000:]
 

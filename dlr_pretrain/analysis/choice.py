@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from dlr_pretrain.analysis.runs import Runs, differing_text, spread
 from dlr_pretrain.analysis.tables import Table, table
@@ -85,7 +86,7 @@ def choose(trials: Sequence[dict]) -> dict:
     rates = sorted({trial["lr"] for trial in trials})
     seeds = [seed for seed, by_rate in by_seed.items() if len(by_rate) == len(rates)]
     grid = {lr: [by_seed[seed][lr] for seed in seeds] for lr in rates}
-    choice = {"rates": rates, "seeds": seeds, "lr": None, "losses": {}, "reason": ""}
+    choice: dict[str, Any] = {"rates": rates, "seeds": seeds, "lr": None, "losses": {}, "reason": ""}
     if not seeds:
         return choice | {"reason": "no seed has a run at each of its rates"}
     if waiting := sum(trial["state"] == "unfinished" for at_rate in grid.values() for trial in at_rate):

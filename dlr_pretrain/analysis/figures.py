@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -29,9 +30,9 @@ if _backend is not None:
         matplotlib.rcParams["backend"] = _backend
 
 IMAGES = ("png", "svg", "pdf")
-PLAIN_TEXT = {"text.parse_math": False}  # a $ is literal in all that users type, such as the names of runs
+PLAIN_TEXT: Any = {"text.parse_math": False}  # a $ is literal in all that users type, such as the names of runs
 POINTS = 1000  # the most that a curve has
-TAB20 = matplotlib.colormaps["tab20"].colors
+TAB20 = matplotlib.colormaps["tab20"](range(20)).tolist()
 COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then lighter ones
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm",
@@ -70,12 +71,13 @@ def axes() -> Axes:
 def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
     """Save the figure of ``ax``, with its legend beside it."""
     folder.mkdir(parents=True, exist_ok=True)
+    figure = cast(Figure, ax.figure)
     with matplotlib.rc_context(PLAIN_TEXT):  # saving makes the texts of ticks
         if ax.get_legend_handles_labels()[1]:
             ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         for kind in IMAGES:
             with naming(path := folder / f"{name}.{kind}"):
-                ax.figure.savefig(path, bbox_inches="tight")
+                figure.savefig(path, bbox_inches="tight")
     return Picture(folder / f"{name}.png", caption)
 
 
@@ -107,12 +109,14 @@ def draw_run(all_runs: Runs, folder: Path) -> Iterator[Picture]:
 
 def curves(all_runs: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
     """Draw a line for each group, dashed if it has DLR, and thin lines for unfinished runs."""
-    ax, hues = axes(), {}
+    ax = axes()
+    hues: dict[str, int] = {}
     for group, runs in all_runs.groups():  # groups that differ only in DLR have one hue
         colour = COLOURS[hues.setdefault(group.pair, len(hues)) % len(COLOURS)]
         line = "-" if group.dlr == "off" or len(all_runs.runs) == 1 else "--"
         draw_group(ax, runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], column, x, colour, line)
-    late = np.concatenate([[], *(line.get_ydata()[len(line.get_ydata()) // 20 :] for line in ax.get_lines())])
+    heights = [np.asarray(line.get_ydata()) for line in ax.get_lines()]
+    late = np.concatenate([[], *(height[len(height) // 20 :] for height in heights)])
     if len(late):  # without the first losses, which would flatten the curves
         room = 0.04 * np.ptp(late) or 0.1
         ax.set_ylim(late.min() - room, late.max() + room)
@@ -132,8 +136,8 @@ def draw_group(
 ) -> None:
     """Draw a group: mean and band, unfinished runs, evaluations."""
     last = spread(ended(group).ppl) if len(ended(group)) else "unfinished"
-    label = textwrap.fill(f"{group.label.iloc[0]}: {last}", 44)
-    label = f" {label}" if label.startswith("_") else label  # matplotlib would leave it out of the legend
+    name = textwrap.fill(f"{group.label.iloc[0]}: {last}", 44)
+    label: str | None = f" {name}" if name.startswith("_") else name  # matplotlib would leave it out of the legend
     wide, places = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
     if column.startswith("eval/"):
         wide, mark = wide.dropna(how="all"), "o"

@@ -86,7 +86,7 @@ def write_reports(places: Sequence[str | Path], output: Path, command: str) -> l
     tables = [*chosen, *run_tables(all_runs)]
     write_tables(tables, output / "tables")
     rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
-    parts = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
+    parts: list[Part] = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
     write_page("Pre-training runs", all_runs.remarks, parts, command, output)
     write_csv(all_runs.runs[NUMBERS], output / "numbers.csv")
     write_durably(output / "choice.json", json.dumps({"command": redact(command), "scales": compared}, indent=1))

@@ -104,7 +104,9 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
     Where several runs have the same configuration and seed, the one with the most steps is kept. Raises UserError if no
     run can be read.
     """
-    rows, metrics, remarks = [], [], []
+    rows: list[dict] = []
+    metrics: list[pd.DataFrame] = []
+    remarks: list[str] = []
     for folder in _folders(places, remarks):
         try:
             row, updates = _read(folder, remarks)
@@ -192,7 +194,7 @@ def _lasted(times: pd.Series, start: float, starts: Iterable[float]) -> float:
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
     """The state of a run and its last numbers."""
     last = records[-1] if records else {"step": 0}
-    final = next((r for r in reversed(records) if "eval/loss" in r and r["step"] >= planned), {})
+    final: dict = next((r for r in reversed(records) if "eval/loss" in r and r["step"] >= planned), {})
     diverged = manifest.get("state", {}).get("name") == "diverged" or (final and final["eval/loss"] is None)
     progress = {
         "state": "diverged" if diverged else "finished" if final else "unfinished",

@@ -99,7 +99,8 @@ def groups_table(all_runs: Runs) -> Table:
         mean = ended(pair[1]).ppl.mean()  # infinite if a run diverged
         return pair[0]["size"], pair[0].scale, math.inf if math.isnan(mean) else mean
 
-    rows, order, best = [], sorted(all_runs.groups(), key=place), {}
+    rows, order = [], sorted(all_runs.groups(), key=place)
+    best: dict[str, str] = {}
     rivals = Counter(group.scale for group, _ in order)
     for group, runs in order:
         ppl = spread(ended(runs).ppl)

@@ -302,7 +302,8 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     lenient = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False}
     try:
         with without_warnings():
-            model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **lenient)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **lenient)
+            model, report = loaded
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged configuration, tensor file or tokenizer raises errors of many types
         raise UserError(f"{folder}: is not what an export wrote: {first_line(error)}. Export it again") from error

@@ -27,7 +27,7 @@ from dlr_pretrain.util.files import copy_file, read_json, refuse_foreign, sha256
 DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
 RECORD = "sft.json"
 PROTOCOL = {"num_train_epochs": 3, "learning_rate": 2e-5, "lr_scheduler_type": "cosine", "max_length": 512}
-SILENT = {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "logging_nan_inf_filter": False}
+SILENT: dict = {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "logging_nan_inf_filter": False}
 PROMPT = """Below is an instruction that describes a task{paired}. Write a response that appropriately completes the \
 request.
 

@@ -26,7 +26,8 @@ from dlr_pretrain.util.files import new_pool
 from dlr_pretrain.util.process import cores
 
 USELESS = ("no such key", "would be ignored")  # how problems with overrides that a run cannot use begin
-Given, Found = TypeVar("Given"), TypeVar("Found")
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PlannedRun:
 
     @property
     def dir(self) -> Path:
-        return Path(self.cfg.run.dir)
+        return Path(str(self.cfg.run.dir))
 
 
 def read_table(words: Sequence[str]) -> list[Line]:
@@ -131,14 +132,16 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
     for given, (line, answer, left_out) in zip(lines, loaded, strict=True):
         if unused := [problem for problem in left_out if problem.key not in used]:
             answer = ConfigError(unused)
-        if isinstance(answer, Config) and (same := first.setdefault(Path(answer.run.dir).resolve(), line)) is not line:
-            rule = f"is the run directory of {same.origin}, too"
-            answer = ConfigError([Problem("run.dir", answer.run.dir, rule, "Leave one of them out")])
+        if isinstance(answer, Config):
+            folder = str(answer.run.dir)
+            if (same := first.setdefault(Path(folder).resolve(), line)) is not line:
+                rule = f"is the run directory of {same.origin}, too"
+                answer = ConfigError([Problem("run.dir", folder, rule, "Leave one of them out")])
         for problem in answer.problems if isinstance(answer, ConfigError) else ():
             problems.setdefault(str(problem), replace(problem, key=f"{given.origin}: {problem.key}"))
     if problems:
         raise ConfigError(list(problems.values()))
-    return [PlannedRun(i, line, cfg) for i, (line, cfg, _) in enumerate(loaded, 1)]
+    return [PlannedRun(i, line, cfg) for i, (line, cfg, _) in enumerate(loaded, 1) if isinstance(cfg, Config)]
 
 
 def map_on_cores(function: Callable[[Given], Found], items: Sequence[Given], fewest: int) -> list[Found]:

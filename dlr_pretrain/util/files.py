@@ -270,7 +270,8 @@ def misfit(content: Any, shape: Shape, name: str = "it") -> str:
     A shape is a type, a list with the shape of every item, or a dict with the shapes of some entries. An entry whose
     name ends with a question mark may be missing; "*" gives the shape of all entries.
     """
-    if not isinstance(content, type(shape) if isinstance(shape, (dict, list)) else shape):
+    is_of_type = isinstance(content, type(shape) if isinstance(shape, (dict, list)) else shape)
+    if not is_of_type:
         return f"{name} is of type {type(content).__name__}"
     parts: list[tuple[str, Any, Shape]] = []
     if isinstance(shape, list):

@@ -170,7 +170,8 @@ def remarks_on(results: Results) -> list[str]:
 
 def show(results: Results) -> Iterator[Table | Picture]:
     """The table of an item, if it has one, and its pictures."""
-    item, lines = results.item, {}
+    item = results.item
+    lines: dict[tuple, dict] = {}
     for (row, _), cell in results.cells.items():
         for name in item.shows:
             for (heading, label), text in COLUMNS[name](cell, results).items():
@@ -222,8 +223,8 @@ def perplexity(cell: Cell, results: Results) -> Columns:
 def _is_better(cell: Cell, results: Results) -> bool:
     """Whether its row is the better one of a pair with and without DLR whose runs have ended."""
     base = cell.row.removesuffix("+dlr")
-    both = [results.cells.get((row, cell.scale)) for row in (base, f"{base}+dlr")]
-    return all(one and one.is_finite for one in both) and min(both, key=lambda one: one.values.mean()) is cell
+    both = [one for row in (base, f"{base}+dlr") if (one := results.cells.get((row, cell.scale))) and one.is_finite]
+    return len(both) == 2 and min(both, key=lambda one: one.values.mean()) is cell
 
 
 def difference(cell: Cell, results: Results) -> Columns:
@@ -248,7 +249,7 @@ def size(cell: Cell, _: Results) -> Columns:
 def milestones(cell: Cell, results: Results) -> Columns:
     """Perplexity of one schedule after each number of steps for which the item has a published one."""
     marks = sorted(int(name[4:-1]) for name in results.published_columns if name.startswith("ppl_"))
-    columns = {}
+    columns: Columns = {}
     for mark in marks:
         ours = NONE if cell.run is None else _after(cell, round(mark / marks[-1] * cell.run.planned))
         theirs = cell.published.get(f"ppl_{mark}k", NONE)
@@ -302,8 +303,9 @@ def _micro_batch(run: pd.Series) -> int:
 
 def fold(cell: Cell, results: Results) -> Columns:
     """Each number of the fold beside the published one."""
-    columns, names = {}, results.published_columns
-    shape: Shape = {f"fold/{name}": NUMBER for name in names} | {"fold/shape": str}
+    columns: Columns = {}
+    names = results.published_columns
+    shape: dict[str, Shape] = {**{f"fold/{name}": NUMBER for name in names}, "fold/shape": str}
     record = read_result(cell.programs[0].makes, shape) if cell.programs else {}
     differs = cell.but("convention") + ([] if GPU in record.get("fold/shape", GPU) else ["GPU"])
     for name in names:
@@ -319,9 +321,11 @@ def _exact(value: float | str) -> str:
 
 def tasks(cell: Cell, results: Results) -> Columns:
     """Accuracy in percent: plain, with the published tokenizer's </s>, and as the paper prints it."""
-    differs, columns, last, names = cell.but("convention"), {}, {}, results.published_columns
-    files = [one.makes for one in cell.programs if "evaluate.py" in one.command[0]] or [None, None]
-    for label, file in zip(("plain", "as published"), files, strict=True):
+    differs, names = cell.but("convention"), results.published_columns
+    columns: Columns = {}
+    last: dict[str, str] = {}
+    files = [one.makes for one in cell.programs if "evaluate.py" in one.command[0]]
+    for label, file in zip(("plain", "as published"), files or (None, None), strict=True):
         result = read_result(file, TASKS) if file else {}
         scores = result.get("tasks", {}) | {"average": result.get("average", {})}
         last = {name: _percent(scores.get(name, {}), result) for name in names}

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -49,7 +49,7 @@ class Step:
     makes: str
     each: Literal["run", "row", "once"] = "once"
 
-    def command(self, values: dict[str, str | list[str]]) -> list[str]:
+    def command(self, values: Mapping[str, str | Sequence[str]]) -> list[str]:
         """The words with their placeholders filled; the placeholder of a list is replaced by all words of the list."""
         words: list[str] = []
         for word in shlex.split(self.words):

@@ -76,7 +76,8 @@ def render(all_work: Sequence[Work], words: Sequence[str], output: Path, command
 def documentation() -> str:
     """The text of docs/reproduce.md."""
     runs = {name: load_each(item.lines()) for name, item in items().items()}
-    hours, listed = hours_of((run for planned in runs.values() for run in planned), GPU), set()
+    hours = hours_of((run for planned in runs.values() for run in planned), GPU)
+    listed: set[Path] = set()
 
     def cells(planned: Sequence[PlannedRun]) -> list[str]:
         times, new = [hours[run.dir] for run in planned], [hours[run.dir] for run in planned if run.dir not in listed]

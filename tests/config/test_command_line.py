@@ -311,13 +311,12 @@ def test_a_sweep_goes_on_after_a_job_that_diverges(stub, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: -m: a sweep under torchrun would run all its jobs")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_an_unencodable_letter_is_printed_as_a_number(tmp_path, encoding):
+def test_an_unencodable_letter_is_printed_as_a_number(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dlr_pretrain.cli import main; "
     code += "sys.exit(main(lambda cfg: print(cfg.run.dir)))"
     for word, said in (("run.dir='a\u2014'", "a\\u2014\n"), ("backbone='\u2014'", "error: backbone=\\u2014: must be")):
         command = [sys.executable, "-c", code, "+scale=tiny", word]
-        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
         assert (done.stdout + done.stderr).startswith(said)
 

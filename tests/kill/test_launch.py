@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -26,7 +28,9 @@ def save(number, frame):
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, save)
 open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w").close()
-time.sleep(6000)
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(0.1)
 """
 
 
@@ -41,13 +45,17 @@ def launch(*words: str) -> subprocess.Popen:
     )
 
 
-def launch_workers(folder, code: int = EXIT_STOPPED) -> subprocess.Popen:
-    """Two workers that are ready, and end with ``code`` when they have saved."""
+@contextmanager
+def launch_workers(folder, code: int = EXIT_STOPPED) -> Iterator[subprocess.Popen]:
+    """Two workers that are ready, and end with ``code`` when they have saved, or with their parent."""
     (folder / "worker.py").write_text(WORKER)
-    process = launch(str(folder / "worker.py"), str(folder), str(code))
-    while len(list(folder.glob("ready*"))) < 2 and process.poll() is None:
-        time.sleep(0.05)
-    return process
+    with launch(str(folder / "worker.py"), str(folder), str(code)) as process:
+        try:
+            while len(list(folder.glob("ready*"))) < 2 and process.poll() is None:
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(("number", "code", "repeated"), [
@@ -56,12 +64,12 @@ def launch_workers(folder, code: int = EXIT_STOPPED) -> subprocess.Popen:
     pytest.param(signal.SIGUSR1, EXIT_FAILED, True, marks=pytest.mark.full),  # to the very end
 ])  # fmt: skip
 def test_a_signal_reaches_all_workers_and_their_code_comes_out(tmp_path, number, code, repeated):
-    process = launch_workers(tmp_path, code)
-    process.send_signal(number)
-    while repeated and process.poll() is None:
+    with launch_workers(tmp_path, code) as process:
         process.send_signal(number)
-        time.sleep(0.001)
-    _, err = process.communicate()
+        while repeated and process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.001)
+        _, err = process.communicate(timeout=600)
     assert process.returncode == code, err
     assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
     assert repeated or "Traceback" not in err
@@ -69,10 +77,10 @@ def test_a_signal_reaches_all_workers_and_their_code_comes_out(tmp_path, number,
 
 @pytest.mark.full
 def test_a_killed_worker_gives_the_code_of_its_signal(tmp_path):
-    process = launch_workers(tmp_path)
-    workers = children(process)
-    os.kill(workers[1], signal.SIGKILL)
-    _, err = process.communicate()
+    with launch_workers(tmp_path) as process:
+        workers = children(process)
+        os.kill(workers[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=600)
     assert process.returncode == 128 + signal.SIGKILL
     assert "Signal 9 (SIGKILL) received" in err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
@@ -102,6 +110,6 @@ sys.exit(launch.main())
 
 @pytest.mark.full
 def test_the_launcher_ends_with_its_workers_if_a_node_is_lost():
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=600)
     assert done.returncode == EXIT_LOST, done.stderr
     assert "torchrun has not ended" in done.stderr

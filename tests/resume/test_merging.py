@@ -20,6 +20,7 @@ def saved(folder, step: int) -> dict:
     return conftest.saved(folder / "checkpoints" / f"step_{step:08d}")
 
 
+@pytest.mark.full
 def test_a_run_interrupted_around_merges_ends_the_same(train, tmp_path):
     choice = (*RELORA, "precision=bf16_mixed", "backbone.prune_ratio=0.9")
     whole = final(train(tmp_path / "whole", *choice))

@@ -97,6 +97,7 @@ def test_a_skipped_update_changes_no_weight_or_moment(train, tmp_path, capsys, p
     assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "skipped, see" in out
 
 
+@pytest.mark.full
 def test_a_run_interrupted_among_skips_ends_the_same(train, tmp_path, monkeypatch, poison):
     """A step without data is not taken, and does not count as skipped."""
     poison(6, 7, 9)

@@ -83,7 +83,7 @@ def server(tmp_path, monkeypatch):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if server.silent is not None and self.path.endswith(server.silent):
                 server.unanswered.set()
-                server.released.wait()
+                server.released.wait(600)
                 return
             self.send_response(200)
             self.end_headers()
@@ -222,7 +222,7 @@ def test_a_sink_that_hangs_or_fails_loses_only_its_records(monkeypatch):
 
     class Sink(list):
         def log(self, record):
-            gate.wait()
+            gate.wait(600)
             self.append(record["step"] // record["step"])
 
         def close(self, exit_code):

@@ -8,7 +8,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from data_corpus import (
+
+from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
+from dlr_pretrain.data import loader as loading
+from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.util.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.tensors import IGNORE
+from tests.unit.data.data_corpus import (
     NASTY,
     PACKINGS,
     LetterTokenizer,
@@ -21,12 +27,6 @@ from data_corpus import (
     tokens_of,
     write_shards,
 )
-
-from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
-from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Position
-from dlr_pretrain.util.errors import Stalled, Stopped, UserError
-from dlr_pretrain.util.tensors import IGNORE
 
 TOKENIZER = LetterTokenizer()
 
@@ -155,7 +155,7 @@ def test_streams_start_in_parallel_with_the_same_batches():
     wanted = global_batches(cfg, MemorySource(texts), TOKENIZER, 1, 8)
     for resumed in (0, 4):
         together = threading.Barrier(8)  # nobody passes until all eight have arrived
-        first = Waiting(texts, lambda shard, together=together: together.wait())
+        first = Waiting(texts, lambda shard, together=together: together.wait(600))
         loader = TrainLoader(cfg, first, TOKENIZER, 0, 1, wanted[3][3] if resumed else None)
         found = next(loader)
         first.wait = lambda shard: None
@@ -171,7 +171,7 @@ def test_a_stream_that_fails_ends_a_start_while_another_hangs(shards, monkeypatc
     def wait(shard):
         if shard == "shard-0":
             raise UserError("shard-0 is gone")
-        hang.wait()
+        hang.wait(600)
 
     loader = TrainLoader(config(), Waiting(corpus(shards, 40), wait), TOKENIZER, 0, 1, None)
     for _ in range(2):  # the error stays
@@ -184,7 +184,7 @@ def test_a_stream_that_fails_ends_a_start_while_another_hangs(shards, monkeypatc
 def test_a_wait_for_data_can_stop_and_continue(monkeypatch):
     monkeypatch.setattr(loading, "POLL_SECONDS", 0.01)
     cfg, texts, come = config(), corpus(2, 40), threading.Event()
-    loader = TrainLoader(cfg, Waiting(texts, lambda shard: come.wait()), TOKENIZER, 0, 1, None)
+    loader = TrainLoader(cfg, Waiting(texts, lambda shard: come.wait(600)), TOKENIZER, 0, 1, None)
     asked = []
     with pytest.raises(Stopped, match="asked to stop while waiting for data"):
         loader.take(lambda: len(asked) == 3 or asked.append(0))

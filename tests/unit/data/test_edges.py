@@ -10,13 +10,13 @@ import os
 import threading
 
 import pytest
-from data_corpus import make_config
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import files, format, open_source, sample
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import errors
 from dlr_pretrain.util.errors import UserError
+from tests.unit.data.data_corpus import make_config
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,12 +13,20 @@ from types import SimpleNamespace
 
 import fsspec
 import pytest
-from data_corpus import LetterTokenizer, global_batches, lines_of, make_config, same, write_shards, write_table
 from huggingface_hub import constants
-from loopback_hub import KEYS, TEXTS, TROUBLE, Hub, open_hub, serving, serving_here
 
 from dlr_pretrain.data import files, load_tokenizer, open_source, open_tokenizer
 from dlr_pretrain.util.errors import Stopped, UserError
+from tests.unit.data.data_corpus import (
+    LetterTokenizer,
+    global_batches,
+    lines_of,
+    make_config,
+    same,
+    write_shards,
+    write_table,
+)
+from tests.unit.data.loopback_hub import KEYS, TEXTS, TROUBLE, Hub, open_hub, serving, serving_here
 
 TOKENIZER = LetterTokenizer()
 WHOLE = [TEXTS[:150], TEXTS[150:300], TEXTS[300:], ["validation", "text"]]
@@ -250,7 +258,7 @@ def test_a_process_ends_though_a_hub_never_answers():
 def test_files_and_tokenizer_through_the_clients_own_endpoint(shards, tmp_path, model):
     """Nothing is patched: HF_ENDPOINT names the hub, as for a mirror."""
     program = """
-from data_corpus import make_config
+from tests.unit.data.data_corpus import make_config
 from dlr_pretrain.data import open_source, open_tokenizer
 source = open_source(make_config("c4"))
 print(sum(len(list(source.read(shard))) for shard in source.train_shards))

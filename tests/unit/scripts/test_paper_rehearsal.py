@@ -92,7 +92,7 @@ def train(run: PlannedRun) -> None:
 
 
 def train_all(runs, _at_once) -> None:
-    """Replaces ``launch.local.train``: in forked processes, which start faster."""
+    """Replaces ``launch.local.train_here``: in forked processes, which start faster."""
     with new_pool(get_context("fork").Pool, cores()) as pool:
         pool.map(train, runs, chunksize=1)
 
@@ -101,7 +101,7 @@ def train_all(runs, _at_once) -> None:
 def test_a_rehearsal_fills_every_cell(tmp_path, monkeypatch):
     items = {name: small(item) for name, item in paper.items().items()}
     monkeypatch.setattr(paper, "items", lambda: items)
-    monkeypatch.setattr("dlr_pretrain.launch.submit.train", train_all)
+    monkeypatch.setattr("dlr_pretrain.launch.submit.train_here", train_all)
     instructions, documents = write_documents(tmp_path / "documents")
     data = ("--sft-data", instructions, "--task-data", documents)
     assert main(["all", *WORDS, f"run.root={tmp_path}/runs", *data, "--local", "--output", str(tmp_path / "out")]) == 0

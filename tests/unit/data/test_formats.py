@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from data_corpus import make_config, write_table
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import open_source
@@ -14,6 +13,7 @@ from dlr_pretrain.data.files import File
 from dlr_pretrain.data.format import BOM
 from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
 from dlr_pretrain.util.errors import UserError
+from tests.unit.data.data_corpus import in_key, make_config, write_table
 
 FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
 ASCII = "plain text, " * 200
@@ -165,14 +165,6 @@ def test_skipping_rows_does_not_hide_another_encoding(tmp_path, suffix):
 # Columns
 
 
-def in_key(key: str, array) -> dict:
-    """The columns of a table with texts in a field, or in a nested field whose parent is null in the last row."""
-    if key == "text":
-        return {"id": range(len(array)), "text": array}
-    mask = pyarrow.array([number == len(array) - 1 for number in range(len(array))])
-    return {"id": range(len(array)), "meta": pyarrow.StructArray.from_arrays([array], ["text"], mask=mask)}
-
-
 def encoded(kind: str):
     """The texts "a", null, "é" and null again as a column of this type."""
     values, _, dictionary = kind.partition(" ")
@@ -195,59 +187,7 @@ def test_columns_of_each_type_of_text_are_read(tmp_path, kind, suffix):
             assert [row.content for row in read_rows(File("a", str(path), None), how(key), start)] == texts
 
 
-CAST = r"\. Name a text column in data\.text_key, or cast this one first: column\.cast\('string'\)$"
-JOIN = r"\. First join each value into one string, as pyarrow\.compute\.binary_join\(column, '\\n'\) does for lists$"
-NO_TEXT = {
-    "integers": ([1, 2], r"int64" + CAST),
-    "numbers": ([0.5, None], r"double" + CAST),
-    "nulls": ([None, None], r"null" + CAST),
-    "lists": ([["a"], ["b", "c"]], r"list<\w+: string>" + JOIN),
-    "chats": ([[{"role": "user"}]], r"list<\w+: struct<role: string>>" + JOIN),
-    "fields": ([{"body": "a"}], r"struct<body: string>\. Name one of its fields: data\.text_key=KEY\.FIELD$"),
-}
-
-
-@pytest.mark.parametrize("suffix", TABLES)
-@pytest.mark.parametrize("name", NO_TEXT)
-def test_a_column_of_something_else_is_refused_by_its_type(tmp_path, name, suffix):
-    values, rule = NO_TEXT[name]
-    for key in ("text", "meta.text"):
-        write_table(tmp_path / f"a{suffix}", in_key(key, pyarrow.array([*values, None])))
-        for bad_rows in ("stop", "skip"):
-            cfg = make_config("local", data__root=tmp_path, data__text_key=key, data__bad_rows=bad_rows)
-            rule_here = rf"a{suffix}: has no text '{key}': 'text' is of type {rule.replace('KEY', key)}"
-            with pytest.raises(UserError, match=rule_here):
-                list(open_source(cfg).read(f"a{suffix}"))
-
-
-MISSING = {
-    "body": r"its fields are id, meta\.",
-    "meta.body": r"'meta' is of type struct<text: string>\.",
-    "meta.text.body": r"'text' is of type string\.",
-}
-
-
-@pytest.mark.parametrize("suffix", TABLES)
-@pytest.mark.parametrize("key", MISSING)
-def test_a_column_that_is_missing_is_refused_by_its_name(tmp_path, key, suffix):
-    write_table(tmp_path / f"a{suffix}", in_key("meta.text", pyarrow.array(["a", "b"])))
-    rule = f"a{suffix}: has no text '{key}': {MISSING[key]} Set data.text_key to the field that holds the text$"
-    with pytest.raises(UserError, match=rule):
-        read(File("a", str(tmp_path / f"a{suffix}"), None), key)
-
-
 @pytest.mark.parametrize("suffix", TABLES)
 def test_an_empty_table_may_have_a_column_of_any_type(tmp_path, suffix):
     write_table(tmp_path / f"a{suffix}", {"text": pyarrow.array([], "null")})
     assert read(File("a", str(tmp_path / f"a{suffix}"), None)) == []
-
-
-def test_a_sound_file_with_a_large_window_is_not_called_damaged(tmp_path):
-    line = b'{"text": "a"}\n'
-    frame = bytes((0, 0xA8))  # no sizes, no checksum; a window of 2 GB
-    block = (len(line) << 3 | 1).to_bytes(3, "little") + line  # the last block, raw
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + frame + block)
-    with pytest.raises(
-        UserError, match=r"a\.jsonl\.zst: was compressed with a window above 128 MB.* zstd -dc --long=31"
-    ):
-        open_source(make_config("local", data__root=tmp_path))

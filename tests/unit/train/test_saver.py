@@ -23,7 +23,7 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import on_ranks
-from tests.unit.test_checkpoint import keeping
+from tests.unit.train.test_checkpoint import keeping
 
 ALONE = SimpleNamespace(
     rank=0,

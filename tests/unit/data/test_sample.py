@@ -1,10 +1,10 @@
 """The sample: what counts as prose, its origin in the standard library, and its cache."""
 
 import pytest
-from data_corpus import make_config
 
 from dlr_pretrain.data import open_source, open_tokenizer, sample
 from dlr_pretrain.util.errors import UserError
+from tests.unit.data.data_corpus import make_config
 
 SOURCE = '''
 """Return the sum of all the items, which must be numbers of a kind that can be added.

@@ -14,7 +14,7 @@ from dlr_pretrain.data import load_tokenizer
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_model_learns_1_percent_from_1_percent_of_the_text(corpus, train, tmp_path, monkeypatch, streamed):
     if streamed:  # as a text that is too large to be tokenised first
-        monkeypatch.setattr("dlr_pretrain.data.prepare.SMALL_CHARACTERS", 0)
+        monkeypatch.setattr("dlr_pretrain.data.prepare.SMALL_BYTES", 0)
     rng, text = random.Random(0), tmp_path / "text"
     text.mkdir()
     for name, count, first in (("web", 6000, "aeiou"), ("wiki", 60, "t")):

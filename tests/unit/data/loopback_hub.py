@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-from data_corpus import make_config
-
 from dlr_pretrain.data import Source, open_source
+from tests.unit.data.data_corpus import make_config
 
 _LETTERS = random.Random(0)
 TEXTS = [f"document {i} " + "".join(_LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=i % 90)) for i in range(400)]

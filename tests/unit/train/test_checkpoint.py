@@ -28,8 +28,8 @@ class Snapshot(NamedTuple):
     state: dict
 
 
-def keeping(last: int, every: int | None = None) -> tree.Checkpoint:
-    return tree.Checkpoint(every=1, keep_last=last, keep_every=every)
+def keeping(last: int, every: int | None = None) -> tree.Checkpoints:
+    return tree.Checkpoints(every=1, keep_last=last, keep_every=every)
 
 
 def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int = 1) -> Path:

@@ -69,6 +69,14 @@ def write_table(path: Path, columns: dict, rows: int | None = None) -> None:
         file.write_table(made, max_chunksize=rows or 2)
 
 
+def in_key(key: str, array) -> dict:
+    """The columns of a table with texts in a field, or in a nested field whose parent is null in the last row."""
+    if key == "text":
+        return {"id": range(len(array)), "text": array}
+    mask = pyarrow.array([number == len(array) - 1 for number in range(len(array))])
+    return {"id": range(len(array)), "meta": pyarrow.StructArray.from_arrays([array], ["text"], mask=mask)}
+
+
 def write_shards(folder: Path, shards: list[list[str]], split: str = "train", prefix: str = "c4") -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

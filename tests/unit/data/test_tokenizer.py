@@ -10,19 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
-import small_tokenizer
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
-from data_corpus import NASTY, make_config
 
 from dlr_pretrain.data import embedding_rows, load_tokenizer, open_source, open_tokenizer
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.util.errors import Stopped, UserError
 from tests.conftest import main_of
+from tests.unit.data import small_tokenizer
+from tests.unit.data.data_corpus import NASTY, make_config
 
 
 def byte_level(folder: Path) -> Path:

@@ -10,6 +10,7 @@ import torch
 from dlr_pretrain import __main__ as command
 from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
+from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.micro_batch import USABLE_SHARE, explain_out_of_memory, planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
@@ -63,9 +64,12 @@ def test_runs_and_doctor_resolve_the_micro_batch(words, tmp_path, monkeypatch):
     cfg = load(given)
     assert cfg.train.micro_batch == "auto"
     with pytest.raises(Asked):
-        command.train(cfg)
-    with Ranks(cfg) as ranks, pytest.raises(Asked):
-        RankChecks(cfg, ranks).step()
+        command.run_and_report(cfg)
+    with Ranks(cfg) as ranks:
+        checks = RankChecks(cfg, ranks, StopRequest(ranks))
+        checks.corpus = SimpleNamespace(vocab_size=120)
+        with pytest.raises(Asked):
+            checks.step()
 
 
 def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):

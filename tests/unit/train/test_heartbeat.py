@@ -18,6 +18,7 @@ from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import record_state, recorded_end
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import wait_for
 
 CFG = SimpleNamespace(run=SimpleNamespace(timeout_minutes=None))
 
@@ -124,7 +125,7 @@ def test_a_holder_that_was_suspended_stops_and_writes_nothing(tmp_path, monkeypa
             taken = f"{tmp_path} was taken over by (process 7 on elsewhere|another process)"
             with pytest.raises(UserError, match=taken):
                 own.require_held()
-        lost.wait()
+        assert lost.wait(600)
         assert "writes nothing more" in str(told[0])
     assert beat(tmp_path)["token"] == "theirs"  # it does not release another's lease either
 
@@ -152,8 +153,7 @@ def test_a_failed_renewal_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", failing)
     with take(tmp_path):
         beats = set()
-        while len(beats) < 3:
-            beats.add(beat(tmp_path)["time"])
+        assert wait_for(lambda: beats.add(beat(tmp_path)["time"]) or len(beats) == 3, 600)
     assert calls > 6
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_cannot_connect_ends_before_its_first_step(tmp_path, monkeyp
         with own.may_wait():
             assert not ended.wait(10 * module.INTERVAL)
         with own.may_wait(2 * module.INTERVAL):
-            ended.wait()
+            assert ended.wait(600)
     assert "no progress for" in (tmp_path / "stacks" / "rank_0.txt").read_text()
 
 
@@ -210,9 +210,9 @@ def test_an_end_by_a_hang_is_recorded(tmp_path, monkeypatch, answers):
         record_state(tmp_path, "running")
         if not answers:
             monkeypatch.setattr(module, "DISK_SECONDS", 0.1)
-            monkeypatch.setattr(os, "fsync", lambda _: disk.wait())
+            monkeypatch.setattr(os, "fsync", lambda _: disk.wait(600))
         own.stepped(1)
-        ended.wait()
+        assert ended.wait(600)
         disk.set()
         state = record(tmp_path)["state"]
         if answers:

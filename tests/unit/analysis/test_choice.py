@@ -132,7 +132,7 @@ def pretend(run: PlannedRun) -> None:
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replaces ``local.train``: pretends to train, and lists the runs."""
+    """Replaces ``train_here``: pretends to train, and lists the runs."""
     found: list[PlannedRun] = []
 
     def train(runs, _at_once) -> None:
@@ -140,7 +140,7 @@ def trained(monkeypatch):
         for run in runs:
             pretend(run)
 
-    monkeypatch.setattr("dlr_pretrain.launch.submit.train", train)
+    monkeypatch.setattr("dlr_pretrain.launch.submit.train_here", train)
     monkeypatch.setattr("dlr_pretrain.analysis.report.draw", lambda *_: [])
     return found
 

@@ -72,7 +72,7 @@ def test_results_go_into_a_new_folder_or_their_own(tmp_path):
 
 COMMANDS = {  # that take an --output
     "report": ("runs", "--output", "{}"),
-    "paper.__main__": ("table1", "--render", "--output", "{}"),
+    "paper.__main__": ("fold", "--render", "--output", "{}"),
     "sft": ("folded", "--data", "rows.json", "--seeds", "1", "--output", "{}/.."),
     "prepare_data": ("data=local", "data.root=text", "tokenizer.path=spiece.model", "--output", "{}"),
     "fold": ("run/checkpoints/step_00000001", "--output", "{}"),

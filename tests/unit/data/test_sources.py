@@ -9,7 +9,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from data_corpus import (
+
+from dlr_pretrain.data import format, open_source, validation_set
+from dlr_pretrain.data.sources import HELD_OUT
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.files import claim
+from tests.unit.data.data_corpus import (
     COMPRESS,
     NASTY,
     LetterTokenizer,
@@ -21,11 +26,6 @@ from data_corpus import (
     write_shards,
     write_table,
 )
-
-from dlr_pretrain.data import format, open_source, validation_set
-from dlr_pretrain.data.sources import HELD_OUT
-from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.files import claim
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 TOKENIZER = LetterTokenizer()
@@ -120,8 +120,6 @@ def test_a_field_of_csv_may_hold_quotes_and_lines(tmp_path):
 def test_a_nested_field_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of("abcdefghi"))
     assert sorted(chain(*split(local(tmp_path, data__text_key="meta.text")))) == list("abcdefghi")
-    with pytest.raises(UserError, match=r"no text 'meta.body': its fields are text, meta\. Set data\.text_key"):
-        split(local(tmp_path, data__text_key="meta.body"))
 
 
 def test_a_dataset_saved_by_datasets_is_read(tmp_path):
@@ -241,58 +239,9 @@ def test_nasty_texts_invalid_utf8_and_long_lines_are_read(tmp_path):
     assert sorted(chain(*split(local(tmp_path)))) == sorted(texts + read)
 
 
-BAD = {
-    "a.jsonl": [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer.*git lfs pull"),
-        (b"PK\3\4\x14\0\0\0", r"is not UTF-8 text: it begins with b'PK"),
-        (b'[{"text": "a"}, {"text": "b"}]', r"is a JSON array.*jq -c '\.\[\]'"),
-        (b'\xef\xbb\xbf [\n{"text": "a"}]', "is a JSON array"),
-        (b'{\n  "text": "a"\n}', "is one JSON object over several lines"),
-        (b"<!DOCTYPE html><html>404", "is an HTML page.*Fetch"),
-        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is XML, perhaps a server error"),
-        ('{"text": "a"}'.encode("utf-16"), "is UTF-16 text.*UTF-8"),
-    ],
-    "a.jsonl.gz": [
-        (gzip.compress(bytes(4096)), "is not UTF-8 text.*fetch this shard again"),
-        (gzip.compress(lines_of(TEXTS))[:20], "damaged or cut off"),
-    ],
-    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is not UTF-8 text")],
-    "a.parquet": [(b"something", "is not in parquet format")],
-    "a.arrow": [(b"text", "is not in arrow format")],
-    "a.docx": [(b"words and more", r"its name ends with none of \.json")],
-    "a.csv": [
-        (b"id,body\n1,a\n", r"has no text 'text': its columns are \['id', 'body'\]. Set data\.text_key"),
-        (b'id,text\n1,"a\n2,b\n', r"damaged or cut off after document 0 \(line 3: unexpected end of data\)"),
-        (b'id,text\n1,a"b\n2,"a"b\n', r"damaged or cut off after document 1 \(line 3: ',' expected after"),
-        (b"id,text\n1,a\n2,b,c\n", r"document 1 has no text 'text': it has not as many fields as the header"),
-    ],
-}  # fmt: skip
-
-
-CASES = [(name, *case) for name, cases in BAD.items() for case in cases]
-
-
-# Contents hold the time at which they were compressed, and ids must not.
-@pytest.mark.parametrize(("name", "content", "rule"), CASES, ids=[f"{name}-{rule}" for name, _, rule in CASES])
-def test_leftovers_of_downloads_and_editors_are_named(tmp_path, name, content, rule):
-    (tmp_path / name).write_bytes(content)
-    (tmp_path / "validation.txt").write_text("validation")
-    keys = {"data__train_files": name, "data__validation_files": "validation.txt"}
-    with pytest.raises(UserError, match=rule) as caught:
-        source = local(tmp_path, **keys)
-        list(source.read(name))
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("keep", [0.5, 0.999])
-def test_a_truncated_or_missing_shard_is_named(root, keep):
-    path = root / "c4-train.00001-of-00002.json.gz"
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+def test_a_missing_shard_is_named(root):
     source = open_source(make_config(data__root=root))
-    rule = r"c4-train\.00001-of-00002\.json\.gz: damaged or cut off after document \d+ .*Fetch this shard again"
-    with pytest.raises(UserError, match=rule):
-        list(source.read(source.train_shards[1]))
-    path.unlink()
+    (root / "c4-train.00001-of-00002.json.gz").unlink()
     with pytest.raises(UserError, match=r"c4-train\.00001-of-00002\.json\.gz: No such file.*data\.root"):
         list(source.read(source.train_shards[1]))
 
@@ -305,21 +254,6 @@ def test_globs_below_the_root_or_absolute_name_the_same_text(root):
     absolute = {"data__train_files": root / "c4-train*", "data__validation_files": root / "c4-val*"}
     for other in (make_config(data__root=root.parent, **inside), make_config("local", **absolute)):
         assert open_source(other).fingerprint == source.fingerprint and split(open_source(other))[0] == TEXTS
-
-
-def test_wrong_globs_are_refused(root):
-    def opened(glob):
-        return open_source(make_config(data__root=root, data__train_files=glob))
-
-    with pytest.raises(UserError, match=r"data\.train_files=none-\*\.gz below .*: matches no file"):
-        opened("none-*.gz")
-    (root / "one" / "two" / "c4-train.folder.json.gz").mkdir(parents=True)
-    shutil.copy(root / "c4-train.00000-of-00002.json.gz", root / "one" / "two" / "shard.gz")
-    assert opened("one/**/**/*.gz").train_shards == ("one/two/shard.gz",)
-    (root / "c4-train.2.json.gz").symlink_to(root / "c4-validation.00000-of-00001.json.gz")
-    for glob in ("c4-*", "c4-train*"):
-        with pytest.raises(UserError, match=r"both match .*c4-validation.00000-of-00001.*Narrow data.train_files"):
-            opened(glob)
 
 
 def test_what_the_program_writes_below_the_root_is_not_read(tmp_path, train, corpus, capsys):

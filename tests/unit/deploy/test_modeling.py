@@ -63,10 +63,10 @@ def test_calls_copies_and_threads_share_no_latent(kind, ids):
     def between_layers(*_) -> None:
         if threading.current_thread() is thread:
             waits.set()
-            ended.wait()
+            ended.wait(600)
         else:
             thread.start()
-            waits.wait()
+            assert waits.wait(600)
 
     hook = model.model.layers[1].mlp.gate_proj.register_forward_hook(between_layers)
     try:

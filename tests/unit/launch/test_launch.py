@@ -10,26 +10,35 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
-from dlr_pretrain.launch import local
+from dlr_pretrain.launch import local, status
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_lines, read_table
 from dlr_pretrain.launch.status import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from slurm.submit import main
 from tests.conftest import ROOT
-from tests.unit.test_heartbeat import write_beat
+from tests.unit.train.test_heartbeat import write_beat
 
 
 @pytest.fixture
 def table(tmp_path):
     """The overrides of runs below the test's folder."""
     return ["scale=tiny", "train.steps=20", f"run.root={tmp_path}/runs"]
+
+
+@pytest.fixture
+def now(monkeypatch) -> float:
+    """The time, which does not pass, for what judges the age of a heartbeat."""
+    moment = time.time()
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: moment))
+    return moment
 
 
 def loaded(words: list[str]) -> list[PlannedRun]:
@@ -104,14 +113,14 @@ def test_an_override_selects_rows_or_is_added_to_them(scheduler, tmp_path, capsy
     assert not (scheduler / "asked").exists() and not (tmp_path / "runs").exists()
 
 
-def test_only_due_runs_are_queued_and_each_is_noted(scheduler, table, capsys):
+def test_only_due_runs_are_queued_and_each_is_noted(scheduler, table, now, capsys):
     words = [*table, "seed=1,2,3,4,5,6"]
     complete, waiting, failed, held, fresh, diverged = runs = loaded(words)
     write_state(complete, "complete", saved=20)
     write_state(failed, "failed", "the disk is full")
     write_state(diverged, "diverged", "step 11: loss nan")
     note(waiting, time=0, job="9_2", log="x")
-    write_beat(held.dir, time.time() - 3)
+    write_beat(held.dir, now - 3)
     queue, asked = scheduler / "queue", scheduler / "asked"
     queue.write_text("9_2 PENDING\n")
     fresh.dir.write_text("in the way")
@@ -153,16 +162,16 @@ def test_a_run_records_how_it_ended(table, name):
     assert status_of(other, {}).state == "not started"
 
 
-def test_queue_heartbeat_and_job_tell_a_silent_runs_state(table):
+def test_queue_heartbeat_and_job_tell_a_silent_runs_state(table, now):
     run = loaded(table)[0]
     assert status_of(run, {}) == Status("not started")
-    note(run, time=time.time(), job="9_1", log="/the.log")
+    note(run, time=now, job="9_1", log="/the.log")
     assert status_of(run, {"9_2": "RUNNING"}) == Status("failed", "its job has left the queue: see /the.log")
     write_state(run, "running")
     assert [status_of(run, {"9_1": said}).state for said in ("RUNNING", "REQUEUED")] == ["running", "pending"]
-    for seconds, state in ((3, "running"), (3600, "failed")):
-        write_beat(run.dir, time.time() - seconds)
-        assert status_of(run, {}).state == state
+    for seconds, name in ((3, "running"), (3600, "failed")):
+        write_beat(run.dir, now - seconds)
+        assert status_of(run, {}).state == name
     (run.dir / JOB).unlink()
     assert status_of(run, {}) == Status("failed", "it ended without a word", 10, 3.9)
 
@@ -221,14 +230,22 @@ def test_local_runs_leave_logs_and_outcomes(four, tmp_path, monkeypatch, capsys)
 
 
 def test_a_signal_stops_what_runs_and_starts_nothing(four, tmp_path):
-    def ask() -> None:
-        while not (tmp_path / "order").exists() or len((tmp_path / "order").read_text().splitlines()) < 2:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+    order, over = tmp_path / "order", threading.Event()
 
-    threading.Thread(target=ask, daemon=True).start()
+    def ask() -> None:
+        while not over.wait(0.02):
+            if order.exists() and len(order.read_text().splitlines()) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
     before, runs = signal.getsignal(signal.SIGTERM), loaded([*four, "train.lr=60"])
-    with pytest.raises(Stopped, match="The same command continues"):
-        local.train_here(runs, 2)
-    assert len((tmp_path / "order").read_text().splitlines()) == 2
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with pytest.raises(Stopped, match="The same command continues"):
+            local.train_here(runs, 2)
+    finally:
+        over.set()
+        asking.join()
+    assert len(order.read_text().splitlines()) == 2
     assert signal.getsignal(signal.SIGTERM) is before

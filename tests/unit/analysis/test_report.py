@@ -175,17 +175,11 @@ def test_a_cell_that_is_a_formula_is_quoted(cell):
         assert no_formula(number) == number
 
 
-@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
-def test_a_report_ignores_the_backend_of_a_notebook(tmp_path, backend):
+def test_a_report_ignores_the_backend_of_a_notebook(tmp_path):
     a_run(tmp_path / "run", *SHORT, step=20)
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/report.py"),
-        str(tmp_path / "run"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, env=os.environ | {"MPLBACKEND": backend}, capture_output=True, text=True)
+    command = [sys.executable, ROOT / "scripts/report.py", tmp_path / "run", "--output", tmp_path / "out"]
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/report.html").exists()
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from small_tokenizer import PIECES, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
@@ -25,6 +24,7 @@ from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
 from tests.deploy.models import KINDS, exported, of_kind, trained
 from tests.parity.reference import weights
+from tests.unit.data.small_tokenizer import PIECES, train
 
 ROWS = PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}

@@ -5,7 +5,13 @@ from itertools import takewhile
 
 import numpy as np
 import pytest
-from data_corpus import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlr_pretrain.data import streams as streaming
+from dlr_pretrain.data.streams import DocumentStream, Position, Share, can_be_dealt, dealt, permutation
+from dlr_pretrain.util.errors import UserError
+from tests.unit.data.data_corpus import (
     PACKINGS,
     LetterTokenizer,
     MemorySource,
@@ -15,12 +21,6 @@ from data_corpus import (
     make_config,
     tokens_of,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from dlr_pretrain.data import streams as streaming
-from dlr_pretrain.data.streams import DocumentStream, Position, Share, can_be_dealt, dealt, permutation
-from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
 
