@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 
-from dlr_pretrain.data.format import BOM, MAX_LINE_BYTES, Format, Opened, lines_of
+from dlr_pretrain.data.formats import BOM, MAX_LINE_BYTES, Format, Opened, lines_of
 from dlr_pretrain.util.errors import UserError
 
 csv.field_size_limit(MAX_LINE_BYTES)  # of characters; by default a field ends at 128 KB

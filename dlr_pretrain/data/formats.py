@@ -1,123 +1,118 @@
-"""The formats that are read, and which of them a file has: JSON lines, text, parquet, arrow, CSV, plain or compressed.
+"""What a format says about itself, and what the formats share: parts of a file, and lines of bounded length.
 
-The first bytes are checked before a file is read, because downloads and editors put other content under valid names.
+A new format is a file with a ``Format``, and a line in ``detect.FORMATS``.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
-import os
-import zlib
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
 
-from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data.csv_files import CSV, TSV
-from dlr_pretrain.data.files import File
-from dlr_pretrain.data.format import BOM, Format, Head
-from dlr_pretrain.data.tables import ARROW, PARQUET
-from dlr_pretrain.data.text_files import JSON_LINES, PARAGRAPHS, TEXT
-from dlr_pretrain.util.errors import UserError, file_error, first_line
+READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
+MAX_LINE_BYTES = 1 << 28
+LINE_TOO_LONG = f"a line of more than {MAX_LINE_BYTES >> 20:,} MB would fill the memory"
+BOM = b"\xef\xbb\xbf"
+OR_SKIP = "data.bad_rows=skip leaves such rows out"
 
-FORMATS = (JSON_LINES, TEXT, PARQUET, ARROW, CSV, TSV)
-HEAD_BYTES = 512  # checked at the start of a file
-SKIPPABLE = {bytes((0x50 + i,)) + b"*M\x18": ".zst" for i in range(16)}  # frames with which a zstd file may begin
-COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"} | SKIPPABLE
-COMPRESSIONS = tuple(dict.fromkeys(COMPRESSED.values()))
-SUFFIXES = tuple(suffix for format in FORMATS for suffix in format.suffixes)
-FETCH = "Fetch this shard again"
-UNSUPPORTED: list[Head] = [  # how a file begins, what it is, and the fix
-    ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
-    ((b"%PDF",), "a PDF document", "Convert it to text"),
-    ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
-    ((b"<!doctype", b"<html"), "an HTML page, perhaps a server error", FETCH),
-    ((b"<?xml",), "XML, perhaps a server error", FETCH),
-]
-DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are among the first four
+Head = tuple[tuple[bytes, ...], str, str]  # how a file may begin, what it then is, and the fix
 
 
-def unreadable(file: File, error: Exception, where: str = "") -> UserError:
-    """Turns one of ``DAMAGED`` into an error that names the file, and says whether disk or content is at fault."""
-    if isinstance(error, OSError) and error.errno:
-        return file_error(OSError(error.errno, f"cannot be read{where}: {os.strerror(error.errno)}", file.address))
-    if "requires too much memory" in str(error):  # pyarrow's reader of zstd does not take a limit
-        rule = "was compressed with a window above 128 MB, as by zstd --long=31 or --ultra, which is not supported"
-        return UserError(file.address, rule, "Compress it again: zstd -dc --long=31 FILE | zstd -o NEW_FILE")
-    return UserError(file.address, f"damaged or cut off{where} ({first_line(error)})", FETCH)
+class NoText(ValueError):
+    """A row without text: the rule that it breaks, and the fix."""
+
+    def __init__(self, rule: str, fix: str):
+        super().__init__(rule)
+        self.rule, self.fix = rule, fix
 
 
-def format_of(name: str) -> Format | None:
-    """The format by file name; None if the name is that of none."""
-    lowered = name.lower()
-    plain = next((lowered.removesuffix(packed) for packed in COMPRESSIONS if lowered.endswith(packed)), lowered)
-    return next((format for format in FORMATS if plain.endswith(format.suffixes)), None)
+@dataclass(frozen=True)
+class Part:
+    """One of ``count`` parts of a file that are about equal, as far as ``size`` is right."""
+
+    index: int
+    count: int
+    size: int | None = None  # the expected bytes of text in a compressed file
+
+    def span(self, size: int) -> tuple[int, int | None]:
+        """Where the part begins and ends among ``size`` bytes, batches or row groups; None: at the end, wherever."""
+        end = size * (self.index + 1) // self.count
+        return size * self.index // self.count, end if self.index + 1 < self.count else None
 
 
-def is_compressed(name: str) -> bool:
-    """Whether a file is compressed, judged by its name."""
-    return name.lower().endswith(COMPRESSIONS)
+WHOLE = Part(0, 1)
 
 
-def as_read(format: Format, data: Data) -> Format:
-    """The format of a file whose name or content is that of ``format``."""
-    return PARAGRAPHS if format is TEXT and data.document == "paragraph" else format
+@dataclass(frozen=True)
+class Opened:
+    """An open file, and what to read of it."""
+
+    address: str
+    stream: Any  # of bytes, decompressed
+    text_key: str
+    start: int = 0  # the first row, counted from the beginning of the part
+    part: Part = WHOLE
 
 
-def sniff(file: File, stream: BinaryIO, data: Data) -> tuple[Format | None, str]:
-    """The format of a file, None if it is empty; and the suffix of its compression or "".
+@dataclass(frozen=True, eq=False)
+class Format:
+    """A format of text in files."""
 
-    The first bytes decide the compression, not the name, because downloads may change either. The stream is at its
-    start, and is left there. Raises UserError if the file cannot be read.
-    """
-    head = _first_bytes(file, stream)
-    compression = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
-    if compression:
-        head = _first_bytes(file, stream, compression)
-    if not head:
-        return None, compression
-    by_content = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), None)
-    format = by_content or format_of(file.name) or (JSON_LINES if head.startswith(b"{") else None)
-    if format is None:
-        raise UserError(file.address, f"its name ends with none of {', '.join(SUFFIXES)}", "Rename it, or leave it out")
-    _refuse(file, head, format.refused)
-    wrong = ""
-    if format.magic and not by_content:
-        wrong = f"is not in {format.name} format"
-    elif not by_content and b"\0" in head:
-        wrong = f"is not UTF-8 text: it begins with {head[:8]!r}"
-    if wrong:
-        raise UserError(f"{file.address}: {wrong}. Convert it, {FETCH.lower()}, or leave it out")
-    return as_read(format, data), compression
+    name: str  # for people
+    suffixes: tuple[str, ...]  # of file names
+    read: Callable[[Opened], Iterator[bytes | None]]  # yields rows as UTF-8; None: a row without text
+    cut: Literal["nowhere", "lines", "batches"]  # where a file can be cut into parts; at lines, also if compressed
+    magic: tuple[bytes, ...] = ()  # how each file of this format begins
+    refused: Sequence[Head] = ()  # how files begin that have the name of this format and are something else
+    parse: Callable[[str, str], Any] | None = None  # the value of data.text_key in a row; None: a row is its text
+    without_text: str = "it is null"  # of a row that ``read`` yields as None
+    row: str | None = None  # what messages call a row beside its number as a document
+    count_rows: Callable[[BinaryIO], int] | None = None  # without reading them
+    is_document: bool = False  # a file is one row
 
 
-def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
-    """The first bytes of the content. Raises UserError if they are those of an unsupported format."""
-    begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads
-    try:
-        head = decompressed(begin, compression).read(HEAD_BYTES)
-    except DAMAGED as error:
-        raise unreadable(file, error) from error
-    finally:
-        stream.seek(0)
-    _refuse(file, head, UNSUPPORTED)
-    return head
+def field_path(text_key: str, fields: Collection[str]) -> Sequence[str]:
+    """The nested fields that lead to the text. A dot in ``text_key`` separates them, unless a field has that name."""
+    return [text_key] if text_key in fields else text_key.split(".")
 
 
-def _refuse(file: File, head: bytes, others: Sequence[Head]) -> None:
-    """Raise UserError if a file begins like one of ``others``."""
-    text = head.removeprefix(BOM).lstrip().lower()
-    for begins, what, fix in others:
-        if head.startswith(begins) or text.startswith(begins):
-            raise UserError(f"{file.address}: is {what}. {fix}")
+def lines_of(opened: Opened, is_border: Callable[[bytes], bool] = lambda _: True) -> Iterator[bytes]:
+    """Yields the lines of a part of a file, with their ends. Parts meet at lines for which ``is_border`` is true."""
+    stream = io.BufferedReader(opened.stream, READ_BYTES)
+    if opened.part == WHOLE:
+        yield from _bounded_lines(stream)
+        return
+    size = stream.seek(0, io.SEEK_END) if opened.part.size is None else opened.part.size
+    begin, end = opened.part.span(size)
+    if begin == end:
+        return
+    position = _skip_to(max(0, begin - 1), stream)
+    lines, within = _bounded_lines(stream), begin == 0
+    if begin:
+        position += len(next(lines, b""))  # the end of the line before
+    for line in lines:
+        if is_border(line):
+            if end is not None and position >= end:
+                return
+            within = True
+        if within:
+            yield line
+        position += len(line)
 
 
-def decompressed(stream: BinaryIO, compression: str) -> Any:
-    if compression == ".zst":
-        import pyarrow
+def _skip_to(position: int, stream: io.BufferedReader) -> int:
+    if stream.seekable():
+        return stream.seek(position)
+    left = position
+    while left and (skipped := len(stream.read(min(left, READ_BYTES)))):
+        left -= skipped
+    return position - left
 
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-    opened: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return opened[compression](stream) if compression else stream
+
+def _bounded_lines(stream: io.BufferedReader) -> Iterator[bytes]:
+    """Yields the lines of a stream. Raises ValueError at a line that would fill the memory."""
+    while line := stream.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise ValueError(LINE_TOO_LONG)
+        yield line

@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import tokens
+from dlr_pretrain.data.detect import as_read, format_of, is_compressed
 from dlr_pretrain.data.files import File, user_cache
-from dlr_pretrain.data.format import WHOLE, Part
-from dlr_pretrain.data.formats import as_read, format_of, is_compressed
+from dlr_pretrain.data.formats import WHOLE, Part
 from dlr_pretrain.data.sources import TextSource, nothing_remains
 from dlr_pretrain.data.streams import token_dtype, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dlr_pretrain.config.tree import Data
+from dlr_pretrain.data.detect import DAMAGED, decompressed, sniff, unreadable
 from dlr_pretrain.data.files import File, open_file
-from dlr_pretrain.data.format import OR_SKIP, WHOLE, Format, NoText, Opened, Part
-from dlr_pretrain.data.formats import DAMAGED, decompressed, sniff, unreadable
+from dlr_pretrain.data.formats import OR_SKIP, WHOLE, Format, NoText, Opened, Part
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 

@@ -19,7 +19,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
 from dlr_pretrain.data.files import File, pin_commits
-from dlr_pretrain.data.format import WHOLE, Part
+from dlr_pretrain.data.formats import WHOLE, Part
 from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose
 from dlr_pretrain.data.streams import (

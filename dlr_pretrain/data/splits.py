@@ -20,9 +20,7 @@ from pathlib import Path
 from dlr_pretrain.config.run_folder import JOB, JOB_SHAPE, MANIFEST
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import tokens
-from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions
-from dlr_pretrain.data.format import BOM, Format
-from dlr_pretrain.data.formats import (
+from dlr_pretrain.data.detect import (
     COMPRESSIONS,
     DAMAGED,
     FORMATS,
@@ -34,6 +32,8 @@ from dlr_pretrain.data.formats import (
     sniff,
     unreadable,
 )
+from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions
+from dlr_pretrain.data.formats import BOM, Format
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import MARK, Shape, fits
 from dlr_pretrain.util.text import amount, plural, shortened

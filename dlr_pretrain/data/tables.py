@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO
 
-from dlr_pretrain.data.format import WHOLE, Format, Opened, Part, field_path
+from dlr_pretrain.data.formats import WHOLE, Format, Opened, Part, field_path
 from dlr_pretrain.util.errors import UserError
 
 BATCH_ROWS = 256

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby, islice
 from typing import Any
 
-from dlr_pretrain.data.format import BOM, OR_SKIP, Format, NoText, Opened, field_path, lines_of
+from dlr_pretrain.data.formats import BOM, OR_SKIP, Format, NoText, Opened, field_path, lines_of
 
 BLANK = " \t\n\r\v\f"
 

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import files, format, open_source, sample
+from dlr_pretrain.data import files, formats, open_source, sample
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import errors
 from dlr_pretrain.util.errors import UserError
@@ -89,7 +89,7 @@ def test_a_sample_whose_files_were_purged_is_made_again(tmp_path, monkeypatch, l
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(format, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1 << 20)
     line = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
     if name.endswith(".zst"):
         zstandard = pytest.importorskip("zstandard")

@@ -10,7 +10,7 @@ import pytest
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import open_source
 from dlr_pretrain.data.files import File
-from dlr_pretrain.data.format import BOM
+from dlr_pretrain.data.formats import BOM
 from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
 from dlr_pretrain.util.errors import UserError
 from tests.unit.data.data_corpus import in_key, make_config, write_table

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.data import format, open_source, validation_set
+from dlr_pretrain.data import formats, open_source, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import claim
@@ -99,7 +99,7 @@ def test_every_format_gives_the_batches_of_its_texts(tmp_path, monkeypatch, suff
         head = global_batches(cfg, source, TOKENIZER, 2, 5)
         assert same(head + global_batches(cfg, open_source(cfg), TOKENIZER, 1, 7, head[-1][3]), reference)
     for read_bytes in (7, 1 << 20):  # from any row on
-        monkeypatch.setattr(format, "READ_BYTES", read_bytes)
+        monkeypatch.setattr(formats, "READ_BYTES", read_bytes)
         for start in (0, 1, 36, 37, 179, 180, 181):
             assert list(source.read(f"train-1{suffix}", start)) == TEXTS[120 + start :]
 

@@ -31,8 +31,8 @@ from dlr_pretrain.data import (
     streams,
     validation_set,
 )
-from dlr_pretrain.data.format import WHOLE, Part
-from dlr_pretrain.data.formats import is_compressed
+from dlr_pretrain.data.detect import is_compressed
+from dlr_pretrain.data.formats import WHOLE, Part
 from dlr_pretrain.data.prepare import make_tokens, tokenised_once
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
