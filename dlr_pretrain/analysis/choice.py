@@ -77,8 +77,8 @@ def compare(trials: Sequence[dict]) -> dict:
 def choose(trials: Sequence[dict]) -> dict:
     """The best rate ``lr`` of a method (None if none can be chosen) among ``rates``, by the mean loss over ``seeds``.
 
-    ``losses`` are on half B by seed, None for a diverged run. ``reason`` says why there is no result, or none yet. A
-    rate with a diverged run is not chosen.
+    ``losses`` maps each seed to its loss on half B, or to None if the run diverged. If there is no result yet,
+    ``reason`` explains it. A rate with a diverged run is not chosen.
     """
     by_seed: dict[object, dict[float, dict]] = {}
     for trial in trials:

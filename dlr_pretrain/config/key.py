@@ -30,30 +30,19 @@ BOUNDS = {
 }
 
 
-def key(
-    doc: str,
-    default: object = MANDATORY,
-    *,
-    fixed: bool = False,
-    path: bool = False,
-    changes: bool = False,
-    origin: bool = False,
-    binds: str | None = None,
-    evaluates: bool = False,
-    read_if: Mapping[str, object] | None = None,
-    **bounds: float,
-) -> Any:
-    """A documented field with its ``BOUNDS``; the other arguments are those of ``Key``.
+def key(doc: str, default: object = MANDATORY, *, read_if: Mapping[str, object] | None = None, **facts: Any) -> Any:
+    """A documented field. ``facts`` are other fields of ``Key``, and its ``BOUNDS``.
 
     The default may be an interpolation such as ``${scale.rank}``.
     """
-    facts = Key(None, default, doc, fixed, path, changes, origin, binds, evaluates, _conditions(read_if), bounds)
-    return field(default=default, metadata={"key": facts})
+    bounds = {name: facts.pop(name) for name in BOUNDS if name in facts}
+    declared = Key(None, default, doc, read_if=_conditions(read_if), bounds=bounds, **facts)
+    return field(default=default, metadata={"key": declared})
 
 
-def section(changes: bool = False, binds: str | None = None, read_if: Mapping[str, object] | None = None) -> Key:
-    """What is true of all keys of a section, and of what a run records under its name."""
-    return Key(None, changes=changes, binds=binds, read_if=_conditions(read_if))
+def section(*, read_if: Mapping[str, object] | None = None, **facts: Any) -> Key:
+    """What is true of all keys of a section, and of what a run records under its name; see ``key``."""
+    return Key(None, read_if=_conditions(read_if), **facts)
 
 
 def is_value(default: object) -> bool:

@@ -16,7 +16,7 @@ csv.field_size_limit(MAX_LINE_BYTES)  # of characters; by default a field ends a
 def _texts(opened: Opened, delimiter: str) -> Iterator[bytes | None]:
     """Yields the fields of the column ``text_key``; None for a record that has not as many fields as the header.
 
-    Raises UserError if there is no such column, and ValueError at a quote that does not end.
+    Raises UserError if the column is missing, and ValueError if a quoted field is not closed.
     """
     lines = (line.decode("utf-8", "surrogateescape") for line in lines_of(opened))
     records = csv.reader(lines, delimiter=delimiter, strict=True)

@@ -119,9 +119,10 @@ def text_bytes(file: File) -> int:
 
 def _divide(files: Sequence[File], data: Data) -> list[list[Job]]:
     """The jobs of each shard."""
-    parts, costs, text = [], [], sum(map(text_bytes, files))
-    for number, file in enumerate(files):
-        size, cut = text_bytes(file), "nowhere"
+    sizes = list(map(text_bytes, files))
+    parts, costs, text = [], [], sum(sizes)
+    for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
+        cut = "nowhere"
         if file.is_local and (format := format_of(file.name)):
             cut = as_read(format, data).cut
         count = max(1, -(-size // JOB_BYTES))

@@ -158,7 +158,7 @@ class TextSource:
         return can_be_dealt(self._sizes(), streams)
 
     def _sizes(self) -> list[int]:
-        """Of the training files in bytes; 0 if the server does not report it."""
+        """The sizes of the training files in bytes. A size is 0 if the server does not report it."""
         return [file.size or 0 for file in self.chosen.train]
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, DocumentBlock]]:

@@ -108,7 +108,7 @@ def add_(tensors: Mapping[str, Tensor], model: nn.Module, dlr: Dlr, share: float
 
 
 def _put_in(weights: Tensor, values: Tensor, rows: Tensor, columns: Tensor, betas: Tensor) -> Tensor:
-    """Set entries of ``weights`` [R, r] to W, from those of B in ``values`` [R, r]; returns the latter."""
+    """Write entries of W to ``weights`` [R, r], computed from B in ``values`` [R, r]. Returns those entries of B."""
     b = values[rows, columns]
     weights[rows, columns] = plus(b, betas).to(weights.dtype)
     return b
