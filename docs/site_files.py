@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/*.md", "docs/*.md")
 # Not pages, but linked from some.
-BESIDE = ("docs/images/*", "docs/evidence/*/*", "docs/*.ipynb", "docs/site.css", "tests/*/*.py")
+BESIDE = ("docs/images/*", "docs/evidence/*/*", "docs/*.ipynb", "docs/site.css", "tests/**/*.py")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -100,9 +100,7 @@ def test_the_commands_write_folders_and_text(folders, data, tmp_path, capsys):
     assert len(times) == 2 and command("sft", folders["cola"], *words)[0] == 0  # everything is there
     assert times == {path: path.stat().st_mtime_ns for path in times}
     code, _, said = command("sft", folders["cola"], *words, "--lr", 1e-3)
-    assert (
-        code == 3 and f"{folder}: holds a model that was fine-tuned with other settings (learning_rate: 0.003" in said
-    )
+    assert code == 3 and f"{folder}: holds a model fine-tuned with other settings (learning_rate: 0.003" in said
     another = tmp_path / "another.json"
     another.write_text(json.dumps(json.loads((tmp_path / "rows.json").read_text())[::-1]))
     code, _, said = command("sft", folders["cola"], *words, "--data", another)
