@@ -28,7 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dlr_pretrain.config.identity import run_name
+from dlr_pretrain.config.identity import identity, run_folder
 from dlr_pretrain.config.key import keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
@@ -222,13 +222,11 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     ``machine`` says whether rules about this machine are checked (see ``validate``). Hydra writes and logs nothing
     here, and calls no callbacks.
     """
-    configs, problems, search = [], [], []
-    if line.config_dir is not None:
-        search = [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
+    configs, problems = [], []
     with session():
         for words in jobs(line.words):
             try:
-                composed = compose(line.config_name, [*search, *words], return_hydra_config=True)
+                composed = _compose(line, words)
                 configs.append(configure(composed, composed.hydra, line, world_size, machine))
             except ConfigError as error:
                 problems += error.problems
@@ -243,6 +241,11 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
         shared = next(folder for folder in folders if folders.count(folder) > 1)
         raise ConfigError([Problem("run.dir", shared, "several jobs of this sweep would share the run directory")])
     return configs
+
+
+def _compose(line: CommandLine, words: Sequence[str]) -> DictConfig:
+    search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
+    return compose(line.config_name, [*search, *words], return_hydra_config=True)
 
 
 def jobs(words: list[str]) -> Iterator[list[str]]:
@@ -275,9 +278,7 @@ def configure(
     given = set(typed(words))
     problems: list[Problem] = []
     try:
-        without_hydra = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
-        tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
-        cfg = parse(tree, given)
+        cfg = parse(_resolved(composed), given)
     except OmegaConfBaseException as error:
         problems = [Problem(str(error.full_key), MISSING, first_line(error))]
     except ConfigError as error:
@@ -286,13 +287,37 @@ def configure(
         raise ConfigError(line.problems + problems)
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
-        cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
+        cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *_changed(cfg, choices, line)))
     problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
     if hydra.job.chdir:
         problems.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
     if problems:
         raise ConfigError(problems)
     return cfg
+
+
+def _resolved(composed: DictConfig) -> dict[str, Any]:
+    without_hydra = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+    tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
+    return tree
+
+
+def _changed(cfg: Config, choices: Mapping[str, str], line: CommandLine) -> tuple[dict[str, Any], list[str]]:
+    """The fixed settings to which the chosen options give other values, and those that do not follow from others."""
+    words = [f"{group}={option}" for group, option in choices.items() if option] + [f"seed={cfg.seed}"]
+    words += [word for word in line.words if _is_hydras(key_of(word))]
+    try:
+        composed = _compose(line, words)
+        standard = identity(parse(_resolved(composed)))
+    except (ConfigError, HydraException, OmegaConfBaseException, ValueError):  # options that need a key's value
+        composed, standard = OmegaConf.create(), {}
+    changed = {name: value for name, value in identity(cfg).items() if standard.get(name, MISSING) != value}
+    sections = {name: name.rpartition(".")[::2] for name in changed}
+    set_freely = [
+        name for name, (section, leaf) in sections.items()
+        if not OmegaConf.is_interpolation(OmegaConf.select(composed, section) if section else composed, leaf)
+    ]  # fmt: skip
+    return changed, set_freely
 
 
 @cache

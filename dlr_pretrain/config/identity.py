@@ -79,22 +79,32 @@ def shorter_run(cfg: Config) -> str:
     return ""
 
 
-def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str]) -> str:
-    """A stable name from the chosen options, the seed, and a short hash of the other keys that were ``given``.
+def run_folder(
+    cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str],
+    changed: Mapping[str, object], independent: Collection[str],
+) -> Path:  # fmt: skip
+    """The folder of a run, whose name has the chosen options, the seed, and a short hash of the ``changed`` settings.
 
-    A single key precedes its hash: ``-rank64-1f0c2a9e``. Options in ``defaults`` are left out, except scale, backbone
-    and dlr. Only the values of keys that affect the mathematics count, not their spelling or order.
+    These are the fixed settings whose values differ from those of the options, so that a typed default changes no name.
+    If one of them is ``independent`` of the others, it precedes the hash: ``-rank64-1f0c2a9e``. Options in ``defaults``
+    are left out, except scale, backbone and dlr. A folder that was named by what was ``given``, as until version 0.1,
+    remains the run's.
     """
     names = {group: PurePath(option).name for group, option in choices.items() if option}  # options may lie in folders
     parts = [names["scale"], names["backbone"], f"dlr_{names['dlr']}"]
     for group in ("optimizer", "data", "precision", "experiment"):
         if group in names and choices[group] != defaults.get(group):
             parts.append(names[group])
-    parts.append(f"s{cfg.seed}")
-    matter = {name: value for name, value in identity(cfg).items() if name in given and name != "seed"}
-    if len(matter) == 1:
-        ((name, value),) = matter.items()
-        parts += [word] if re.fullmatch(r"[\w.]{1,32}", word := f"{name.split('.')[-1]}{as_typed(value)}") else []
-    if matter:
-        parts.append(hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8])
-    return "-".join(parts)
+    name = "-".join([*parts, f"s{cfg.seed}"])
+    typed = {key: value for key, value in identity(cfg).items() if key in given and key != "seed"}
+    before = Path(cfg.run.root, name + _suffix(typed, typed))
+    return before if before.is_dir() else Path(cfg.run.root, name + _suffix(changed, independent))
+
+
+def _suffix(settings: Mapping[str, object], shown: Collection[str]) -> str:
+    """The part of a name that follows from ``settings``, with the only one of ``shown`` in words if it is short."""
+    if not settings:
+        return ""
+    word = "".join(f"-{key.split('.')[-1]}{as_typed(settings[key])}" for key in shown) if len(shown) == 1 else ""
+    word = word if re.fullmatch(r"-[\w.]{1,32}", word) else ""
+    return f"{word}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]}"

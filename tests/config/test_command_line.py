@@ -66,6 +66,20 @@ def test_idle_overrides_keep_the_run_directory():
     assert config().run.dir == "runs/60m-lowrank-dlr_off-s42"
 
 
+def test_a_runs_name_follows_from_its_values(tmp_path, monkeypatch, own):
+    monkeypatch.chdir(tmp_path)
+    same = [
+        (["scale=tiny"], ["scale=tiny", "train.lr=5e-3", "data.streams=8"]),
+        (["scale=1b", "scale.rank=64"], ["scale=1b", "scale.rank=64", "train.lr=0.002"]),
+        ([own, "experiment=mine/grid"], [own, "experiment=mine/grid", "train.lr=0.5"]),
+    ]
+    folders = [[config(*words).run.dir for words in pair] for pair in same]
+    assert all(one == other for one, other in folders) and len({one for one, _ in folders}) == 3
+    before = Path("runs/tiny-lowrank-dlr_off-s42-lr0.005-5f8012bc")  # what was typed named it
+    before.mkdir(parents=True)
+    assert config("scale=tiny", "train.lr=0.005").run.dir == str(before) != config("scale=tiny").run.dir
+
+
 def test_the_home_folder_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert config(*SMALL, "run.root=~/runs").run.root == config(*SMALL, "run.root='~/runs'").run.root == "/home/me/runs"
