@@ -385,12 +385,12 @@ def draw_differences(piece: Piece) -> Figure:
 
 
 def draw_rates(piece: Piece) -> Figure:
-    """Perplexity against learning rate, by backbone: dashed without DLR, solid with it, a ring at the chosen rate."""
+    """Perplexity against learning rate, by backbone: solid without DLR, dashed with it, a ring at the chosen rate."""
     figure = Figure(figsize=(10, 3.4), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(BACKBONES), sharex=True, sharey=True)
     own = {c.methods[0]: c for c in piece.comparisons}
     for backbone, ax in zip(BACKBONES, axes, strict=True):
-        for method, style in zip(own[backbone].methods, ("--", "-"), strict=True):
+        for method, style in zip(own[backbone].methods, ("-", "--"), strict=True):
             losses = np.exp(own[backbone].grid(method))
             best = own[backbone].chosen[method]["lr"]
             ax.plot(losses, style, color=COLOURS[backbone], marker=".", label=method)

@@ -1,29 +1,32 @@
-"""A section of the report: methods, each at its best learning rate, compared with the first one.
+"""The first table of a report: differences in loss between methods, by seed, with their intervals.
 
-Runs that differ only in train.lr and the seed are one method. One half of the validation text (A) chooses a method's
-rate, by the mean over the seeds that have run at all its rates. The other half (B) is reported: of further seeds at the
-chosen rate if there are any, else of the same seeds. Losses are in nats per token. A difference is a method's loss
-minus the first method's with the same seed, so a negative one favours the method.
+A method with DLR is compared with the same method without it, if that is there, and any other with the first one.
+Losses are in nats per token. A difference is between runs with the same seed. A negative one favours the row's method.
+
+Runs that differ only in train.lr and the seed are one method. If a method has several rates, each is compared at its
+best: one half of the validation text (A) chooses the rate, by the mean over the seeds that have run at all its rates.
+The other half (B) is reported: of further seeds at the chosen rate if there are any, else of the same seeds.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from dlr_pretrain.analysis.runs import Runs, differing_text, spread
-from dlr_pretrain.analysis.tables import Table, table
+from dlr_pretrain.analysis.runs import Runs, differing_text, ended, spread
+from dlr_pretrain.analysis.tables import Table, varying
 from dlr_pretrain.util.text import perplexity
 
 LEVEL = 0.95
 NOTE = (
-    "PPL (held out) is on the half of the validation text that did not choose the rate: mean ± standard deviation "
-    "(seeds). Differences are in nats/token from the first method, between runs with the same seed; a negative one "
-    "favours the row's method. Intervals are by Student's t, at 95 % for all methods of a scale together. A method is "
-    "called better if its interval excludes zero."
+    "A difference is in nats/token, between runs with the same seed; a negative one favours the row's method. "
+    "Intervals are by Student's t, at 95 % for all differences of a scale together. A method is called better if its "
+    "interval excludes zero. PPL is the mean ± standard deviation (seeds)."
 )
+HELD_OUT = "All numbers are of the half of the validation text that did not choose the learning rate."
 
 
 def comparisons(all_runs: Runs) -> Iterator[dict]:
@@ -33,18 +36,28 @@ def comparisons(all_runs: Runs) -> Iterator[dict]:
     """
     for scale, runs in all_runs.runs.sort_values("order").groupby("scale", sort=False):
         if runs.key.nunique() > 1 and not differing_text(runs):
-            columns = ["method", "lr", "seed", "run", "state", "planned_tokens", "loss_a", "loss_b"]
-            yield {"scale": scale} | compare(runs.assign(method=runs.family)[columns].to_dict("records"))
+            plain = runs[runs.dlr == "off"].set_index("pair").family.to_dict()
+            with_dlr = runs[runs.dlr != "off"].set_index("family").pair.to_dict()
+            partners = {family: plain[pair] for family, pair in with_dlr.items() if pair in plain}
+            if runs.groupby("family").lr.nunique().max() == 1:  # nothing is chosen: all text is reported
+                runs = ended(runs).assign(loss_a=runs.loss, loss_b=runs.loss)
+            columns = ["method", "dlr", "lr", "seed", "run", "state", "planned_tokens", "loss_a", "loss_b"]
+            trials = runs.assign(method=runs.family)[columns].to_dict("records")
+            if trials:
+                yield {"scale": scale} | compare(trials, partners)
 
 
-def compare(trials: Sequence[dict]) -> dict:
-    """Each method's rate and losses, its difference from the first method, and the verdict, as JSON has it.
+def compare(trials: Sequence[dict], partners: Mapping[str, str] = MappingProxyType({})) -> dict:
+    """Each method's rate and losses, its difference from another method, and the verdict, as JSON has it.
+
+    A method is compared with its entry in ``partners``, or else with the first method that has no other partner.
 
     ``trials`` has for each run: method, lr, seed, state, loss_a and loss_b (infinite if it diverged). The result:
 
+        tuned         whether a method has several rates
         chosen        for each method what ``choose`` returns
         comparisons   for each other method: against, method, by_seed, difference (see ``estimate``), better (the name
-                      of a method, "none shown", or null), and reason, if it is null
+                      of a method, "none shown", or null), reason, if it is null, and alone, seeds without a partner
         trials        the ``trials``; a loss that is not finite is null
 
     A method is better if the interval of the mean difference excludes zero. All intervals together hold at LEVEL
@@ -52,26 +65,32 @@ def compare(trials: Sequence[dict]) -> dict:
     """
     methods = dict.fromkeys(trial["method"] for trial in trials)
     chosen = {method: choose([trial for trial in trials if trial["method"] == method]) for method in methods}
-    (first, plain), *others = chosen.items()
+    tuned = any(len(choice["rates"]) > 1 for choice in chosen.values())
+    first = next((method for method in methods if partners.get(method, method) == method), next(iter(methods)))
+    pairs = {method: partners.get(method, first) for method in methods}
+    pairs = {method: against for method, against in pairs.items() if against != method and against in methods}
     results = []
-    for method, choice in others:
-        reasons = [f"{name}: {one['reason']}" for name, one in ((first, plain), (method, choice)) if one["reason"]]
-        designs = [(one["rates"], one["seeds"], {*one["losses"]}) for one in (plain, choice)]
-        if not reasons and designs[0] != designs[1]:
-            reasons = [f"its rates or seeds are not those of {first}"]
+    for method, against in pairs.items():
+        choice, other = chosen[method], chosen[against]
+        reasons = [f"{name}: {chosen[name]['reason']}" for name in (against, method) if chosen[name]["reason"]]
+        designs = [(one["rates"], one["seeds"], {*one["losses"]}) for one in (other, choice)]
+        common = [seed for seed in choice["losses"] if seed in other["losses"]]
+        if not reasons and ((tuned and designs[0] != designs[1]) or not common):
+            reasons = [f"its rates or seeds are not those of {against}"]
         by_seed, difference, better = {}, None, None
         if not reasons:
-            by_seed = {seed: loss - plain["losses"][seed] for seed, loss in choice["losses"].items()}
-            difference = estimate(list(by_seed.values()), 1 - (1 - LEVEL) / len(others))
+            by_seed = {seed: choice["losses"][seed] - other["losses"][seed] for seed in common}
+            difference = estimate(list(by_seed.values()), 1 - (1 - LEVEL) / len(pairs))
             low, high = difference["low"], difference["high"]
             if low is None:
                 reasons = ["one seed says nothing about what another would give"]
             else:
-                better = method if high < 0 else first if low > 0 else "none shown"
-        result = {"against": first, "method": method, "by_seed": by_seed, "difference": difference}
+                better = method if high < 0 else against if low > 0 else "none shown"
+        alone = sorted({*choice["losses"]} ^ {*other["losses"]}) if by_seed else []
+        result = {"against": against, "method": method, "by_seed": by_seed, "difference": difference, "alone": alone}
         results.append(result | {"better": better, "reason": "; ".join(reasons)})
     finite = [{key: _finite(value) for key, value in trial.items()} for trial in trials]
-    return {"chosen": chosen, "comparisons": results, "trials": finite}
+    return {"tuned": tuned, "chosen": chosen, "comparisons": results, "trials": finite}
 
 
 def choose(trials: Sequence[dict]) -> dict:
@@ -120,21 +139,28 @@ def estimate(values: Sequence[float], level: float) -> dict:
     return {"n": n, "mean": mean, "level": level, "low": mean - reach, "high": mean + reach}
 
 
-def choice_table(compared: Sequence[dict]) -> Table:
-    """Each method at its own rate, with its difference from the first method, and the verdict."""
-    rows, notes = [], [NOTE]
+def difference_table(compared: Sequence[dict]) -> Table:
+    """Each method's difference in loss, its interval and verdict, and its value for each seed."""
+    rows, notes = [], [NOTE, *([HELD_OUT] if any(one["tuned"] for one in compared) else [])]
     for one in compared:
         verdicts = {result["method"]: result for result in one["comparisons"]}
         for method, choice in one["chosen"].items():
-            rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
             ppl = spread(math.inf if loss is None else perplexity(loss) for loss in choice["losses"].values())
-            row = {"Scale": one["scale"], "Method": method, "Learning rate": rate, "PPL (held out)": ppl}
+            row = {"Scale": one["scale"], "Method": method, "PPL": ppl}
+            if one["tuned"]:
+                row["Learning rate"] = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
             if result := verdicts.get(method):
+                row["Compared with"] = result["against"]
                 if d := result["difference"]:
                     row["Δ loss"] = f"{d['mean']:+.4f} ({d['n']})"
                 if result["better"]:
                     row["Interval"] = f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
-                row["Better"] = result["better"] or f"not decided: {result['reason']}"
+                named = {"none shown": "no difference shown", None: f"not decided: {result['reason']}"}
+                row["Better"] = named.get(result["better"], result["better"])
+                if result["by_seed"]:
+                    row["By seed"] = ", ".join(f"{seed}: {value:+.4f}" for seed, value in result["by_seed"].items())
+                if alone := ", ".join(map(str, result["alone"])):
+                    notes.append(f"{method} at {one['scale']}: without a partner, not in the difference: seed {alone}")
             rows.append(row)
             if len(choice["rates"]) > 1 and choice["lr"] in (choice["rates"][0], choice["rates"][-1]):
                 rule = "is at an end of its rates, and a better one may lie beyond: add rates to train.lr="
@@ -143,4 +169,4 @@ def choice_table(compared: Sequence[dict]) -> Table:
         if len(set(budgets.values())) > 1:
             listed = "; ".join(f"{method} {tokens:,} tokens" for method, tokens in budgets.items())
             notes.append(f"The budgets at {one['scale']} are not equal: {listed}.")
-    return table("choice", "Each method at its own learning rate, on half of the validation text", rows, notes)
+    return varying("differences", "Differences in loss", rows, notes)

@@ -1,4 +1,7 @@
-"""Figures of runs as PNG, SVG and PDF. Each group of runs is a line, the mean over its seeds, with their deviation."""
+"""Figures of runs as PNG, SVG and PDF. Each group of runs is a line, the mean over its seeds, with their deviation.
+
+Each group has one colour in all figures of a scale, and a dashed line has DLR.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +26,7 @@ from dlr_pretrain.util.text import amount
 _backend = os.environ.pop("MPLBACKEND", None)
 import matplotlib  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.colors import to_rgba  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 if _backend is not None:
@@ -34,18 +39,21 @@ PLAIN_TEXT: Any = {"text.parse_math": False}  # a $ is literal in all that users
 POINTS = 1000  # the most that a curve has
 TAB20 = matplotlib.colormaps["tab20"](range(20)).tolist()
 COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then lighter ones
-LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
+LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "hours": "hours of training",
+          "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm",
           "train/lr": "learning rate", "perf/tokens_per_second": "tokens/s"}  # fmt: skip
 LOSS = "loss: training (lines, running medians), evaluations (dots)"
-OF_ONE_RUN = (("loss", "train/loss", LOSS), ("learning_rate", "train/lr", "learning rate"),
-              ("gradient_norm", "train/grad_norm", "norm of the gradient before clipping (running median)"),
-              ("throughput", "perf/tokens_per_second", "tokens/s (running median)"))  # fmt: skip
+OF_ONE_RUN = (("loss", "train/loss", "loss (dots: evaluations)"), ("learning_rate", "train/lr", "learning rate"),
+              ("gradient_norm", "train/grad_norm", "gradient norm before clipping"),
+              ("throughput", "perf/tokens_per_second", "tokens/s"))  # fmt: skip
+FROM_0 = ("train/lr", "train/grad_norm", "perf/tokens_per_second")  # of a single run
 SHOWN = {*METRICS, "train/lr", "train/real_tokens", "train/skipped", "eval/perplexity_galore", "eval/loss_a",
-         "eval/loss_b", "run", "flops"}  # fmt: skip
+         "eval/loss_b", "run", "flops", "hours"}  # fmt: skip
 FIGURES = (
     ("loss_tokens", "train/loss", "train/tokens", LOSS),
     ("loss_flops", "train/loss", "flops", LOSS),
+    ("loss_hours", "train/loss", "hours", LOSS),
     ("perplexity", "eval/perplexity", "train/tokens", "evaluation perplexity, unbiased"),
     ("gradient_norm", "train/grad_norm", "train/tokens", "norm of the gradient before clipping (running medians)"),
 )
@@ -53,16 +61,20 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, and the ``path`` of its PNG. The other formats lie beside it."""
+    """A figure: its caption, and the ``path`` of its PNG. The other formats lie beside it.
+
+    A page shows ``small`` ones side by side.
+    """
 
     path: Path
     caption: str
+    small: bool = False
 
 
-def axes() -> Axes:
+def axes(inches: tuple[float, float] = (8.0, 4.8)) -> Axes:
     """The axes of a new figure, with faint lines at the ticks."""
     with matplotlib.rc_context(PLAIN_TEXT):
-        ax = Figure(figsize=(8.0, 4.8), dpi=150).subplots()
+        ax = Figure(figsize=inches, dpi=150).subplots()
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
@@ -92,7 +104,7 @@ def draw(all_runs: Runs, folder: Path) -> Iterator[Picture]:
         file = _as_file(scale)
         for name, column, x, what in FIGURES:
             if of_scale.metrics[[column, x]].notna().all(axis=1).any():
-                yield curves(of_scale, folder, f"{name}_{file}", column, x, f"{scale}: {what}")
+                yield curves(of_scale, folder, f"{name}_{file}", column, x, f"{scale}, {what}")
 
 
 def _as_file(scale: str) -> str:
@@ -100,44 +112,54 @@ def _as_file(scale: str) -> str:
 
 
 def draw_run(all_runs: Runs, folder: Path) -> Iterator[Picture]:
-    """Write the figures of a single run. Each metric that the user has added has its own."""
+    """Write the small figures of a single run. Each metric that the user has added has its own."""
     added = [(re.sub(r"\W+", "_", name), name, name) for name in all_runs.metrics if name not in SHOWN]
     for name, column, what in (*OF_ONE_RUN, *added):
         if name == "loss" or (column in all_runs.metrics and all_runs.metrics[column].notna().any()):
-            yield curves(all_runs, folder, name, column, "train/tokens", what)
+            ax = axes((3.2, 2.5))
+            draw_group(ax, all_runs.runs, all_runs.metrics, column, "train/tokens", COLOURS[0], legend=False)
+            if column in FROM_0:
+                ax.set_ylim(bottom=0)
+            _label(ax, "train/tokens", what)
+            ax.locator_params("x", nbins=4)
+            yield replace(save(ax, folder, name, ""), small=True)
 
 
 def curves(all_runs: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
-    """Draw a line for each group, dashed if it has DLR, and thin lines for unfinished runs."""
+    """Draw a line for each group, and thin lines for unfinished runs."""
     ax = axes()
-    hues: dict[str, int] = {}
-    for group, runs in all_runs.groups():  # groups that differ only in DLR have one hue
-        colour = COLOURS[hues.setdefault(group.pair, len(hues)) % len(COLOURS)]
-        line = "-" if group.dlr == "off" or len(all_runs.runs) == 1 else "--"
-        draw_group(ax, runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], column, x, colour, line)
+    for (group, runs), colour in zip(all_runs.groups(), cycle(COLOURS)):
+        metrics = all_runs.metrics[all_runs.metrics.run.isin(runs.run)]
+        draw_group(ax, runs, metrics, column, x, colour, "-" if group.dlr == "off" else "--")
     heights = [np.asarray(line.get_ydata()) for line in ax.get_lines()]
     late = np.concatenate([[], *(height[len(height) // 20 :] for height in heights)])
     if len(late):  # without the first losses, which would flatten the curves
         room = 0.04 * np.ptp(late) or 0.1
         ax.set_ylim(late.min() - room, late.max() + room)
-    ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
-    ax.set(xlabel=LABELS[x], ylabel=LABELS.get(column, column))
-    ax.set_title(caption, fontsize=10, loc="left")
-    if len(all_runs.runs) == 1:
-        return save(ax, folder, name, "")
-    means = "means over finished seeds ± their standard deviation; dashed lines have DLR"
-    return save(
-        ax, folder, name, f"{caption}: {means}. A line ends where a seed has diverged; unfinished runs are thin."
+    ax.set_ylabel(LABELS.get(column, column))
+    _label(ax, x, caption)
+    notes = (
+        "means over finished seeds ± their standard deviation; dashed lines have DLR. A line ends where a seed has "
+        "diverged; unfinished runs are thin. The legend gives perplexities at the end."
     )
+    return save(ax, folder, name, f"{caption}: {notes}")
+
+
+def _label(ax: Axes, x: str, title: str) -> None:
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}" if x == "hours" or not value else amount(value, 4))
+    ax.set_xlabel(LABELS[x])
+    ax.set_title(title, fontsize=10, loc="left")
 
 
 def draw_group(
-    ax: Axes, group: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple, line: str = "-"
-) -> None:
+    ax: Axes, group: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple, line: str = "-",
+    legend: bool = True,
+) -> None:  # fmt: skip
     """Draw a group: mean and band, unfinished runs, evaluations."""
     last = spread(ended(group).ppl) if len(ended(group)) else "unfinished"
     name = textwrap.fill(f"{group.label.iloc[0]}: {last}", 44)
     label: str | None = f" {name}" if name.startswith("_") else name  # matplotlib would leave it out of the legend
+    label = label if legend else None
     wide, places = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
     if column.startswith("eval/"):
         wide, mark = wide.dropna(how="all"), "o"
@@ -150,7 +172,8 @@ def draw_group(
         lines = lines.iloc[:: max(1, len(lines) // POINTS)]
         mean, std, width = lines.mean(axis=1), lines.std(axis=1), 1.6 if runs is both else 0.6
         ax.plot(places[mean.index], mean, line, color=colour, linewidth=width, marker=mark, markersize=4, label=label)
-        ax.fill_between(places[mean.index], mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+        ax.fill_between(places[mean.index], mean - std, mean + std, facecolor=to_rgba(colour, 0.15),
+                        edgecolor=to_rgba(colour, 0.6), linewidth=0.6)  # fmt: skip
         label = None
     if column == "train/loss":
         evaluated = metrics.dropna(subset="eval/loss")
@@ -163,18 +186,19 @@ def draw_group(
 
 
 def draw_rates(compared: dict, folder: Path) -> Iterator[Picture]:
-    """Held-out perplexity against the learning rate (see ``choice.py``); nothing if no method has several rates."""
+    """Perplexity against the learning rate (see ``choice.py``); nothing if no method has several rates."""
     ax, trials = axes(), pd.DataFrame(compared["trials"])
     trials = trials.assign(ppl=lambda frame: np.exp(frame.loss_b.astype(float)))
     rates = sorted(trials.lr.unique())
-    if all(len(choice["rates"]) == 1 for choice in compared["chosen"].values()):
+    if not compared["tuned"]:
         return
-    for i, (method, choice) in enumerate(compared["chosen"].items()):
-        runs, style = trials[trials.method == method], {"color": COLOURS[i % len(COLOURS)]}
+    for (method, choice), colour in zip(compared["chosen"].items(), cycle(COLOURS)):
+        runs, style = trials[trials.method == method], {"color": colour}
         runs = runs[runs.seed.isin(choice["seeds"])]
         means = runs.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
         ax.plot(runs.lr, runs.ppl, "o", alpha=0.4, markersize=4, **style)
-        ax.plot(means.index, means, marker="o", markersize=5, label=method, **style)
+        line = "--" if (runs.dlr != "off").all() else "-"
+        ax.plot(means.index, means, line, marker="o", markersize=5, label=method, **style)
         if choice["lr"] is not None:
             ax.plot(choice["lr"], means[choice["lr"]], "o", markersize=13, markerfacecolor="none", **style)
         lost = runs.lr[runs.state == "diverged"]

@@ -15,7 +15,7 @@ from string import Template
 
 import pandas as pd
 
-from dlr_pretrain.analysis.choice import choice_table, comparisons
+from dlr_pretrain.analysis.choice import comparisons, difference_table
 from dlr_pretrain.analysis.figures import Picture, draw, draw_rates, draw_run
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
@@ -50,7 +50,22 @@ class Section:
         return "\n".join([f"# {markdown(self.title)}", "", *(f"* {markdown(line)}" for line in self.lines)])
 
 
-Part = Table | Picture | Section
+@dataclass(frozen=True)
+class Listing:
+    """A text that a page shows as it is."""
+
+    title: str
+    text: str
+
+    def markdown(self) -> str:
+        return f"## {markdown(self.title)}\n\n{textwrap.indent(redact(self.text), '    ')}"
+
+    def html(self) -> str:
+        text = html.escape(redact(self.text))
+        return f"<details><summary>{html.escape(self.title)}</summary><pre>{text}</pre></details>"
+
+
+Part = Table | Picture | Section | Listing
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> None:
@@ -82,7 +97,7 @@ def write_reports(places: Sequence[str | Path], output: Path, command: str) -> l
     claim(output, "report.py")
     all_runs = read_runs(places)
     compared = list(comparisons(all_runs))
-    chosen = [choice_table(compared)] if compared else []
+    chosen = [difference_table(compared)] if compared else []
     tables = [*chosen, *run_tables(all_runs)]
     write_tables(tables, output / "tables")
     rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
@@ -110,9 +125,10 @@ def write_report(run_dir: Path) -> None:
     all_runs = read_runs([run_dir])
     start = all_runs.runs.start.iloc[0]
     files = [{"For": use, "Files": names} for use, names in start.get("files", {}).items()]
-    parts: list[Part] = [headline(all_runs), *_sample(run_dir / "folded" / "sample.json")]
-    parts += draw_run(all_runs, run_dir / "plots")
+    parts: list[Part] = [headline(all_runs), *draw_run(all_runs, run_dir / "plots")]
+    parts += _sample(run_dir / "folded" / "sample.json")
     parts += [table("files", "What was read", files)] if files else []
+    parts += [Listing("Configuration", (run_dir / "config.yaml").read_text(encoding="utf-8"))]
     write_page(all_runs.runs["name"].iloc[0], all_runs.remarks, parts, shlex.join(start.get("command", [])), run_dir)
 
 
@@ -162,9 +178,12 @@ def _list(lines: Sequence[str]) -> str:
 def _html(part: Part) -> str:
     if isinstance(part, Section):
         return f'<h1 id="{part.name}">{html.escape(part.title)}</h1><ul>{_list(part.lines)}</ul>'
+    if isinstance(part, Listing):
+        return part.html()
     if isinstance(part, Table):
         title = f'<h2 id="table-{part.name}">{html.escape(part.title)}</h2>'
         return f"{title}<div class=scroll>{part.html()}</div><ul>{_list(part.notes)}</ul>"
     image = base64.b64encode(part.path.read_bytes()).decode()
     caption = f"<figcaption>{html.escape(part.caption)}</figcaption>"
-    return f'<figure id="{part.path.stem}"><img alt="" src="data:image/png;base64,{image}">{caption}</figure>'
+    small = " class=small" if part.small else ""
+    return f'<figure id="{part.path.stem}"{small}><img alt="" src="data:image/png;base64,{image}">{caption}</figure>'

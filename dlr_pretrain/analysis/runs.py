@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
@@ -27,6 +26,7 @@ NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # papers name these methods by t
 METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "perf/tokens_per_second", "perf/mfu",
            "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
+NAME_OF = {"data.shards": "data.root", "tokenizer.pieces": "tokenizer.path", "run.start_from.weights": "run.start_from"}
 NONE = "–"  # what a table shows for a missing value
 LARGEST_METRIC = 1e30  # above that a number is damaged, and no figure can show it
 CONFIG: Shape = {
@@ -69,12 +69,6 @@ def spread(values: Iterable[float], spec: str = ",.2f") -> str:
 def ended(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs that take part in means: those that have finished or diverged."""
     return runs[runs.state != "unfinished"]
-
-
-def differences_by_seed(a: pd.Series, b: pd.Series) -> list[float]:
-    """b - a for each seed that both have; infinite where one of the two has diverged."""
-    pairs = pd.concat([a, b], axis=1, join="inner").to_numpy(dtype=float)
-    return [math.inf if np.isinf(pair).any() else pair[1] - pair[0] for pair in pairs]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -155,6 +149,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     metrics["flops"] = metrics["train/tokens"] * _as_float(manifest.get("flops_per_token"))
 
     began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest["starts"]}
+    metrics["hours"] = _hours(metrics.time, sorted(began))
     trained = {moment: start for moment, start in began.items() if moment <= metrics.time.max()} or began or {0.0: {}}
     recent = metrics[metrics.time >= max(trained)]  # since the last start that trained rather than only exported
     last = trained[max(trained)]
@@ -175,7 +170,8 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "lr": _as_float(manifest["identity"].get("train.lr")),
         "parameters": _as_float(manifest.get("parameters")),
         "flops": metrics.flops.max(),
-        "seconds": sum(_lasted(metrics.time, moment, began) for moment in trained),
+        "evaluated": _as_float(manifest.get("evaluated_tokens")),
+        "hours": metrics.hours.max(),
         "speed": recent["perf/tokens_per_second"].median(),
         "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
@@ -184,11 +180,12 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     return row | _progress_of(config["train"]["steps"], manifest, records), metrics
 
 
-def _lasted(times: pd.Series, start: float, starts: Iterable[float]) -> float:
-    """Seconds from ``start`` to its last update, before the next of ``starts``."""
-    ends = min((moment for moment in starts if moment > start), default=math.inf)
-    within = times[(times >= start) & (times < ends)]
-    return within.max() - start if len(within) else 0.0
+def _hours(times: pd.Series, starts: Sequence[float]) -> pd.Series:
+    """Hours of training until each update: those of earlier starts, from a start to its last update, and its own."""
+    start = pd.Series(np.searchsorted(starts, times, side="right"), times.index)
+    within = times - start.map(lambda number: starts[max(number - 1, 0)] if starts else math.nan)
+    earlier = within.groupby(start).max().cumsum().shift(fill_value=0.0)
+    return (within + start.map(earlier)) / 3600
 
 
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
@@ -232,20 +229,30 @@ def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     for run in runs[duplicated].itertuples():
         remarks.append(f"{run.run} is left out: another run has the same configuration and seed")
     runs = runs[~duplicated]
-    names, families = runs.method.copy(), runs.method.copy()
-    for _, of_scale in runs.groupby("scale"):
-        rate = {"train.lr"} & {*differing(of_scale.shared)}  # every label at a scale names a rate that differs there
-        for method, of_method in of_scale.groupby("method"):
-            keys_apart = differing(of_method.shared)
-            for i, shared in of_method.shared.items():
-                keys = [key for key in dict.fromkeys([*keys_apart, *rate]) if key in shared]
-                short = {key: re.sub(r"^([0-9a-f]{8})[0-9a-f]{56}$", r"\1", str(shared[key]))[:24] for key in keys}
-                apart = [f"{key.removesuffix('.name')}={value}" for key, value in short.items()]
-                names[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
-                apart = [text for text in apart if not text.startswith("train.lr=")]
-                families[i] = one_line(f"{method} ({', '.join(apart)})") if apart else method
-    runs = runs.assign(label=names, family=families, size=runs.groupby("scale").parameters.transform("min"))
+    short = runs.assign(label=_labels(runs, True)).groupby(["scale", "label"]).key.nunique().max() == 1
+    runs = runs.assign(label=_labels(runs, short), family=_labels(runs, short, without="train.lr"))
+    runs = runs.assign(size=runs.groupby("scale").parameters.transform("min"))
     return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
+
+
+def _labels(runs: pd.DataFrame, short: bool, without: str = "") -> pd.Series:
+    """Each run's method, with the settings that set it apart from the method's first run: ``cola (rank=64)``.
+
+    In ``short`` labels a key loses its section, and a hash shows as the name of what it identifies.
+    """
+    labels = runs.method.copy()
+    for _, of_method in runs.groupby(["scale", "method"]):
+        first = of_method.shared[of_method.order.idxmin()]
+        for i, run in of_method.iterrows():
+            apart = {}
+            for key in differing([first, run.shared]):
+                if key in run.shared and key != without:
+                    value = Path(str(run.identity[NAME_OF[key]])).name if key in NAME_OF else str(run.shared[key])
+                    name = key.removesuffix(".name").rpartition(".")[2] if short else key
+                    apart[name] = (value if short else str(run.shared[key]))[:24]
+            listed = ", ".join(f"{name}={value}" for name, value in apart.items())
+            labels[i] = one_line(f"{run.method} ({listed})" if listed else run.method)
+    return labels
 
 
 def differing(identities: Iterable[dict]) -> list[str]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import pandas as pd
 
-from dlr_pretrain.analysis.runs import NONE, Runs, differences_by_seed, differing, digits, ended, spread
+from dlr_pretrain.analysis.runs import NONE, Runs, differing, digits, ended, spread
 from dlr_pretrain.util.text import amount, markdown, markdown_table, one_line
 
 CONVENTION = (
-    "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
+    "PPL is the unbiased perplexity after the last update. GaLore-style PPL is what scripts of the GaLore family "
     "print, and what published tables show: the loss of n batches is divided by n + 1. It needs enough text."
 )
 BOLD = re.compile(r"\*\*([^*<&]+)\*\*")  # within a cell of HTML or LaTeX
@@ -63,13 +62,22 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
     return Table(name, title, frame.loc[:, (frame != NONE).any()], notes)
 
 
+def varying(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()) -> Table:
+    """A table of ``rows`` without the columns that have one value in all of several rows, which a note gives."""
+    whole = table(name, title, rows, notes)
+    constant = [column for column in whole.frame if len(rows) > 1 and whole.frame[column].nunique() == 1]
+    listed = ", ".join(f"{column} {whole.frame[column].iloc[0]}" for column in constant)
+    notes = [f"In all rows: {listed}.", *notes] if constant else notes
+    return Table(name, title, whole.frame.drop(columns=constant), notes)
+
+
 # ----------------------------------------------------------------------------------------------------
 # Of runs
 
 
 def run_tables(all_runs: Runs) -> list[Table]:
     """All tables of runs, the most important ones first."""
-    return [*pairs_table(all_runs), groups_table(all_runs), *settings_table(all_runs), runs_table(all_runs)]
+    return [groups_table(all_runs), *settings_table(all_runs), runs_table(all_runs)]
 
 
 def headline(all_runs: Runs) -> Table:
@@ -78,14 +86,17 @@ def headline(all_runs: Runs) -> Table:
     results = {
         "Model": f"{run.scale}, {run.label}, {_amount(run.parameters, 3)} parameters, {run.shared['precision.name']}",
         "Text": run.start.get("text", NONE),
-        "Updates": f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens",
+        "Steps": f"{run.step:,} of {run.planned:,}, {amount(run.tokens)} tokens",
         "Evaluation loss": NONE if run.state == "unfinished" else digits(run.loss, ".4f"),
         "Perplexity": digits(run.ppl, ",.2f"),
-        "Perplexity (convention)": digits(run.convention, ",.2f"),
-        "Training took": f"{timedelta(seconds=round(run.seconds))} on {run.machine}",
+        "Perplexity (GaLore-style)": digits(run.convention, ",.2f"),
+        "Evaluated on": NONE if pd.isna(run.evaluated) else f"{run.evaluated:,.0f} tokens of validation text",
+        "Training took": f"{timedelta(seconds=round(3600 * (run.hours if run.step else 0)))} on {run.machine}",
         "Speed": NONE if pd.isna(run.speed) else f"{run.speed:,.0f} tokens/s",
         "MFU": digits(run.mfu, ".1%"),
-        "Memory": NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak of a rank",
+        "Memory": NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak per GPU",
+        "Code": ", ".join(run.code),
+        "Versions": ", ".join(f"{name} {version}" for name, version in run.start.get("packages", {}).items()),
     }
     rows = [{"": name, "Result": value} for name, value in results.items() if value != NONE]
     notes = ["The evaluation is of validation text after the last update, in nats per token."]
@@ -93,24 +104,21 @@ def headline(all_runs: Runs) -> Table:
 
 
 def groups_table(all_runs: Runs) -> Table:
-    """A row for each group: its setting, cost and results. The best at a scale is first, and bold if it has rivals."""
+    """A row for each group: its results, cost and setting. At each scale, the lowest perplexity is first."""
 
     def place(pair: tuple[pd.Series, pd.DataFrame]) -> tuple:
         mean = ended(pair[1]).ppl.mean()  # infinite if a run diverged
         return pair[0]["size"], pair[0].scale, math.inf if math.isnan(mean) else mean
 
     rows, order = [], sorted(all_runs.groups(), key=place)
-    best: dict[str, str] = {}
-    rivals = Counter(group.scale for group, _ in order)
     for group, runs in order:
-        ppl = spread(ended(runs).ppl)
-        is_best = best.setdefault(group.scale, group.key) == group.key
         rows.append({
             "Scale": group.scale,
             "Method": group.label,
             "Seeds": ", ".join(runs.seed[runs.state == "finished"]),
-            "PPL": f"**{ppl}**" if is_best and rivals[group.scale] > 1 and ppl[0].isdigit() else ppl,
-            "PPL (convention)": spread(ended(runs).convention),
+            "Loss": spread(ended(runs).loss, ".4f"),
+            "PPL": spread(ended(runs).ppl),
+            "PPL (GaLore-style)": spread(ended(runs).convention),
             "Tokens": _amount(runs.tokens.max()),
             "Parameters": _amount(runs.parameters.max()),
             "FLOPs": digits(runs.flops.max(), ".2e"),
@@ -118,10 +126,8 @@ def groups_table(all_runs: Runs) -> Table:
             "Packing": group.shared["data.packing"],
             "lr": digits(group.lr, "g"),
         })  # fmt: skip
-    note = (
-        "Mean ± standard deviation (seeds). The best at a scale is bold. Tokens include padding, up to the last update."
-    )
-    return table("groups", "What was trained", rows, [note, *_about_convention(all_runs)])
+    notes = ["Mean ± standard deviation (seeds). Tokens include padding, up to the last update."]
+    return varying("groups", "What was trained", rows, notes + _about_convention(all_runs))
 
 
 def _about_convention(all_runs: Runs) -> list[str]:
@@ -140,38 +146,16 @@ def settings_table(all_runs: Runs) -> Iterator[Table]:
         yield table("settings", "What differs", rows)
 
 
-def pairs_table(all_runs: Runs) -> Iterator[Table]:
-    """The differences between runs with and without DLR, by backbone and seed; nothing if no backbone has both."""
-    plain = {group.pair: runs for group, runs in all_runs.groups() if group.dlr == "off"}
-    rows, notes = [], ["Differences are between runs with the same seed: mean ± standard deviation."]
-    for group, runs in all_runs.groups():
-        if group.dlr != "on" or group.pair not in plain:
-            continue
-        without, with_dlr = (ended(side).set_index("seed") for side in (plain[group.pair], runs))
-        rows.append({
-            "Scale": group.scale,
-            "Backbone": group.label.replace("+dlr", "", 1),
-            "PPL plain": spread(without.ppl),
-            "PPL with DLR": spread(with_dlr.ppl),
-            "Δ PPL": spread(differences_by_seed(without.ppl, with_dlr.ppl), "+.2f"),
-        })  # fmt: skip
-        if odd := sorted({*without.index} ^ {*with_dlr.index}):
-            what = "without a partner, and not in the difference"
-            notes.append(f"{group.label} at {group.scale}: {what}: seed {', '.join(odd)}")
-    if rows:
-        yield table("pairs", "DLR by backbone: what it changes", rows, notes)
-
-
 def runs_table(all_runs: Runs) -> Table:
     """Each run: its progress, and what it took."""
     rows = [
         {"Run": run.folder, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
          "Loss": digits(run.loss, ".4f"), "PPL": digits(run.ppl, ",.2f"), "tokens/s": digits(run.speed, ",.0f"),
-         "MFU": digits(run.mfu, ".3f"), "GB a rank": digits(run.memory, ".2f"), "Machine": run.machine}
+         "MFU": digits(run.mfu, ".1%"), "Peak GB per GPU": digits(run.memory, ".2f"), "Machine": run.machine}
         for run in all_runs.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
-    notes = ["Memory is the peak of a rank. Compare speed and memory only on the same machine."]
+    notes = ["Compare speed and memory only on the same machine. A GB is 1e9 bytes."]
     if all_runs.runs.speed.notna().any():
         about = "tokens/s is the median, since the last start, of means over 20 steps without evaluation and saving"
         notes = [f"{about}; it includes padding.", *notes]
-    return table("runs", "Runs", rows, notes)
+    return varying("runs", "Runs", rows, notes)

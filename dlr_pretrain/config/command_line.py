@@ -29,11 +29,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlr_pretrain.config.identity import identity, run_folder
-from dlr_pretrain.config.key import keys_of
+from dlr_pretrain.config.key import is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, OPEN_GROUPS, ROOT, SECTIONS, Config
-from dlr_pretrain.config.values import flatten, parse
+from dlr_pretrain.config.values import flatten, parse, to_dict
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
@@ -287,7 +287,7 @@ def configure(
         raise ConfigError(line.problems + problems)
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
-        cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *_changed(cfg, choices, line)))
+        cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *_changed(cfg, choices, given, line)))
     problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
     if hydra.job.chdir:
         problems.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
@@ -302,20 +302,28 @@ def _resolved(composed: DictConfig) -> dict[str, Any]:
     return tree
 
 
-def _changed(cfg: Config, choices: Mapping[str, str], line: CommandLine) -> tuple[dict[str, Any], list[str]]:
+def _changed(
+    cfg: Config, choices: Mapping[str, str], given: set[str], line: CommandLine
+) -> tuple[dict[str, Any], list[str]]:
     """The fixed settings to which the chosen options give other values, and those that do not follow from others."""
+    settings = identity(cfg)
+    if not given - {"seed"} & settings.keys():
+        return {}, []
     words = [f"{group}={option}" for group, option in choices.items() if option] + [f"seed={cfg.seed}"]
     words += [word for word in line.words if _is_hydras(key_of(word))]
     try:
         composed = _compose(line, words)
-        standard = identity(parse(_resolved(composed)))
-    except (ConfigError, HydraException, OmegaConfBaseException, ValueError):  # options that need a key's value
-        composed, standard = OmegaConf.create(), {}
-    changed = {name: value for name, value in identity(cfg).items() if standard.get(name, MISSING) != value}
-    sections = {name: name.rpartition(".")[::2] for name in changed}
+        tree = _resolved(composed)
+    except (HydraException, OmegaConfBaseException, ValueError):  # the options alone need the value of a key
+        composed, tree = OmegaConf.create(), {}
+    filled: Any = OmegaConf.to_container(OmegaConf.merge(to_dict(cfg), tree))
+    standard = identity(parse(filled))
+    valued = {name for name, value in flatten(tree).items() if is_value(value)} | {"seed", "data.streams"}
+    changed = {name: value for name, value in settings.items() if name not in valued or standard[name] != value}
+    nodes = {name: OmegaConf.select(composed, name.rpartition(".")[0]) if "." in name else composed for name in changed}
     set_freely = [
-        name for name, (section, leaf) in sections.items()
-        if not OmegaConf.is_interpolation(OmegaConf.select(composed, section) if section else composed, leaf)
+        name for name, node in nodes.items()
+        if not node or not OmegaConf.is_interpolation(node, name.rpartition(".")[2])
     ]  # fmt: skip
     return changed, set_freely
 

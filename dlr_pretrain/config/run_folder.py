@@ -17,7 +17,7 @@ RECORD: Shape = {
     "identity": dict, "saved?": int, "started_from?": {"step": int}, "micro_batch?": {"*": int},
     "starts": [{"time": str, "command": [str], "world_size": int, "device": str, "files?": {"*": str}}],
     "state?": {"name": str, "step": int, "reason": str, "time": NUMBER},
-    "parameters?": NUMBER, "flops_per_token?": NUMBER,
+    "parameters?": NUMBER, "flops_per_token?": NUMBER, "evaluated_tokens?": NUMBER,
 }  # fmt: skip
 
 

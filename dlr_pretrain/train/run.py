@@ -123,7 +123,9 @@ class Run:
         optimizer = new_optimizer(cfg, model)
         trained = parameter_counts(cfg, model)["trainable"]
         flops = flops_per_token(cfg, vocab_size, cfg.micro_batch(ranks.world_size))
-        ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
+        evaluated = self.corpus.validation.real_tokens
+        facts = {"parameters": trained, "flops_per_token": flops, "evaluated_tokens": evaluated}
+        ranks.on_main(lambda: update_record(self.dir, facts))
         self.console.summary(describe_run(cfg, self.dir, ranks, self.corpus, model) | start.summary())
         return model, optimizer
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from dlr_pretrain.analysis.figures import COLOURS, Picture, axes, curves, save
-from dlr_pretrain.analysis.runs import NONE, Runs, differences_by_seed, differing_text, digits, ended, read_runs, spread
+from dlr_pretrain.analysis.runs import NONE, Runs, differing_text, digits, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.config import Config, identity, parse
 from dlr_pretrain.config.identity import describe_differences, differences
@@ -166,6 +166,12 @@ def remarks_on(results: Results) -> list[str]:
         where = "all" if len(values) == len(cells) else ", ".join(values)
         notes.append(f"differs: {key} {ours}, published {theirs} ({where})")
     return notes
+
+
+def differences_by_seed(a: pd.Series, b: pd.Series) -> list[float]:
+    """b - a for each seed that both have; infinite where one of the two has diverged."""
+    pairs = pd.concat([a, b], axis=1, join="inner").to_numpy(dtype=float)
+    return [np.inf if np.isinf(pair).any() else pair[1] - pair[0] for pair in pairs]
 
 
 def show(results: Results) -> Iterator[Table | Picture]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.choice import choice_table, compare, comparisons, estimate
+from dlr_pretrain.analysis.choice import compare, comparisons, difference_table, estimate
 from dlr_pretrain.analysis.report import write_reports
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_lines, read_table
@@ -33,7 +33,7 @@ def trials(loss, methods=METHODS, rates=RATES, seeds=(1, 2, 3)) -> list[dict]:
 
 
 def shown(compared: dict):
-    return choice_table([compared | {"scale": "tiny"}]).frame
+    return difference_table([compared | {"scale": "tiny"}]).frame
 
 
 def bowl(best: float, lr: float) -> float:
@@ -72,7 +72,7 @@ def test_fresh_seeds_are_reported_and_choose_nothing():
     fresh[-1] |= {"state": "diverged", "loss_b": math.inf}
     found = compare(grid + fresh)
     assert found["comparisons"][0]["reason"] == "two: no loss at its chosen rate with seed 8"
-    assert shown(found)["PPL (held out)"][1] == "1 of 2 diverged"
+    assert shown(found)["PPL"][1] == "1 of 2 diverged"
     reason = "every rate has a run that diverged"
     assert shown(compare(trials(lambda *_: None))).Better[1] == f"not decided: one: {reason}; two: {reason}"
 
@@ -106,7 +106,7 @@ def test_a_report_chooses_rates_and_says_what_a_reader_must_know(tmp_path):
             folder = tmp_path / f"runs/{gain}-{lr}-{seed}"
             a_run(folder, *words, f"train.lr={lr}", seed=seed, final=3 - gain + seed / 1e5 - 10 * lr)
     (found,) = comparisons(read_runs([tmp_path / "runs"]))
-    named = ["cola", "cola+dlr (dlr.alpha=0.5, train.steps=60)", "cola+dlr (dlr.alpha=1.0, train.steps=40)"]
+    named = ["cola", "cola+dlr", "cola+dlr (alpha=0.5, steps=60)"]
     assert sorted(found["chosen"]) == named and {c["lr"] for c in found["chosen"].values()} == {0.003}
     text = "\n".join(write_reports([str(tmp_path / "runs")], tmp_path / "out", "report.py"))
     assert "-0.2000 (2) | -0.2000 to -0.2000 (97.5 %)" in text
@@ -166,17 +166,20 @@ def test_the_same_command_continues_the_table(given, trained, compared, capsys):
         assert main(given(*PAIR, "train.lr=0.003", "seed=41,42", "--local")) == 0
         assert len(trained) == 4 and compared()["comparisons"][0]["better"] == "cola+dlr"
         assert compared()["comparisons"][0]["by_seed"] == pytest.approx({"41": -0.2, "42": -0.2})
-        assert compared()["chosen"]["cola"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})
-    assert "| cola+dlr | 0.003 |" in capsys.readouterr().out
+        assert compared()["chosen"]["cola"]["losses"] == pytest.approx({"41": 3.006, "42": 3.0})
+    assert "| cola+dlr |" in capsys.readouterr().out
     assert main(given(*PAIR, "train.lr=0.003,0.03", "seed=41,42", "--local")) == 0
     assert [run.cfg.train.lr for run in trained[4:]] == [0.03] * 4
     assert [t["state"] for t in compared()["trials"] if t["lr"] == 0.03] == ["diverged"] * 4
     assert compared()["chosen"]["cola"]["lr"] == 0.003
+    assert compared()["chosen"]["cola"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})  # of the other half
 
 
 def test_the_first_method_of_the_table_is_the_reference(given, trained, compared):
-    assert main(given("backbone=cola", "dlr=on,off", "train.lr=0.003", "seed=41,42", "--local")) == 0
-    assert compared()["comparisons"][0]["against"] == "cola+dlr"
+    """Except that a method with DLR is compared with the same one without it."""
+    assert main(given("backbone=lowrank,cola", "dlr=on,off", "train.lr=0.003", "seed=41,42", "--local")) == 0
+    against = {one["method"]: one["against"] for one in compared()["comparisons"]}
+    assert against == {"lowrank+dlr": "lowrank", "cola": "lowrank", "cola+dlr": "cola"}
 
 
 def test_confirmed_seeds_are_trained_at_the_chosen_rates(given, trained, compared, capsys):

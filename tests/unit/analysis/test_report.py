@@ -23,9 +23,10 @@ import pytest
 import yaml
 
 from dlr_pretrain.analysis import figures
+from dlr_pretrain.analysis.choice import comparisons, difference_table
 from dlr_pretrain.analysis.report import no_formula, write_report, write_reports
 from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
-from dlr_pretrain.analysis.tables import groups_table, pairs_table, run_tables, table
+from dlr_pretrain.analysis.tables import groups_table, run_tables, table
 from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.files import read_metrics
@@ -60,15 +61,17 @@ def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
 def test_the_tables_have_the_numbers_of_the_runs(made):
     root, output, _ = made
     found = read_runs([root])
-    groups, (pairs,) = groups_table(found).frame.set_index("Method"), pairs_table(found)
+    groups = groups_table(found).frame.set_index("Method")
     for method, stem in {"cola": "cola-off", "lowrank+dlr": "lowrank-on"}.items():
-        for header, name in (("PPL", PERPLEXITY), ("PPL (convention)", CONVENTION)):
+        for header, name in (("PPL", PERPLEXITY), ("PPL (GaLore-style)", CONVENTION)):
             values = [logged(root / f"{stem}-s{seed}", name=name) for seed in (41, 42)]
             shown = f"{statistics.fmean(values):,.2f} ± {statistics.stdev(values):.2f} (2)"
             assert groups[header][method] == shown
-    each = [logged(root / f"lowrank-on-s{seed}") - logged(root / f"lowrank-off-s{seed}") for seed in (41, 42)]
-    shown = f"{statistics.fmean(each):+.2f} ± {statistics.stdev(each):.2f} (2)"
-    assert pairs.frame.set_index("Backbone")["Δ PPL"]["lowrank"] == shown
+    losses = [[logged(root / f"lowrank-{dlr}-s{seed}", name="eval/loss") for seed in (41, 42)] for dlr in ("off", "on")]
+    first, second = (with_dlr - without for without, with_dlr in zip(*losses, strict=True))
+    row = difference_table(list(comparisons(found))).frame.set_index("Method").loc["lowrank+dlr"]
+    assert (row["Compared with"], row["Δ loss"]) == ("lowrank", f"{(first + second) / 2:+.4f} (2)")
+    assert row["By seed"] == f"41: {first:+.4f}, 42: {second:+.4f}"
     assert pd.read_csv(output / "numbers.csv").set_index("name").ppl["cola-on-s42"] == logged(root / "cola-on-s42")
 
 
@@ -76,7 +79,7 @@ def test_all_formats_say_the_same(made):
     root, output, _ = made
     page, report = ((output / name).read_text() for name in ("report.html", "report.md"))
     tables = {table.name: table for table in run_tables(read_runs([root]))}
-    assert list(tables) == ["pairs", "groups", "settings", "runs"]  # none of the paper without a run beside it
+    assert list(tables) == ["groups", "settings", "runs"] and page.index("Differences in loss") < page.index("<figure")
     for shown in tables.values():
         assert shown.markdown().strip() in report and html.escape(shown.title) in page
         cells = [cell.replace("**", "") for cell in [*shown.frame, *shown.frame.to_numpy().flat]]
@@ -102,9 +105,9 @@ def test_odd_runs_are_named_and_in_no_mean(made):
         assert words in text and words in (output / "report.md").read_text()
         assert words in (output / "report.html").read_text()
     rows = groups_table(read_runs([root])).frame.set_index("Method")
-    assert rows.Seeds["cola+dlr (precision=bf16)"] == "41, 42"
+    assert rows.Seeds["cola+dlr"] == "41, 42"
     assert rows.index[0] == "cola+dlr (precision=fp32)"  # the best
-    assert rows.PPL["cola+dlr (precision=fp32)"] == f"**{logged(root / 'fp32'):,.2f} (1)**"
+    assert rows.PPL["cola+dlr (precision=fp32)"] == f"{logged(root / 'fp32'):,.2f} (1)"
     assert rows.PPL["lax+dlr"] == "1 of 1 diverged"
 
 
@@ -200,23 +203,35 @@ def test_a_group_is_named_by_what_sets_it_apart(tmp_path):
     a_run(tmp_path / "c", *SHORT, "backbone=lost", "dlr=off", "train.lr=0.001")
     a_run(tmp_path / "d", *SHORT, "backbone=lost", "dlr=off", "train.lr=0.001", "data.seed=7")
     found = read_runs([tmp_path]).runs
-    assert found.label.tolist() == [
-        "cola (scale.hidden_size=128, train.lr=0.005)",
-        "cola (scale.hidden_size=256, train.lr=0.005)",
-        *["lost (train.lr=0.001)"] * 2,
-    ]
+    assert found.label.tolist() == ["cola", "cola (hidden_size=256)", "lost", "lost"]
     assert found.seed.tolist() == ["41", "41", "41", "41/7"]
+    both, one = (a_run(tmp_path / name, *COLA, *words) for name, words in
+                 {"e": ["scale.rank=64"], "f": ["backbone.rank=64"]}.items())  # fmt: skip
+    labels = dict(zip((runs := read_runs([tmp_path]).runs)["name"], runs.label, strict=True))
+    assert (
+        labels[both.name] == "cola (scale.rank=64, backbone.rank=64)" and labels[one.name] == "cola (backbone.rank=64)"
+    )
+    text = {"data.shards": "2" * 64, "data.root": "/texts/books"}
+    record = json.loads((tmp_path / "b/manifest.json").read_text())
+    (tmp_path / "b/manifest.json").write_text(json.dumps(record | {"identity": record["identity"] | text}))
+    assert "2" * 9 not in (label := read_runs([tmp_path / "a", tmp_path / "b"]).runs.label[1]) and "books" in label
 
 
 def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
     a_run(tmp_path / "plain", *COLA)
     for alpha, seed in ((0.5, 41), (4, 42)):
         a_run(tmp_path / f"alpha{alpha}", *COLA_DLR, f"dlr.alpha={alpha}", seed=seed)
-    (table,) = pairs_table(read_runs([tmp_path]))
-    assert table.frame.Backbone.tolist() == ["cola (dlr.alpha=0.5)", "cola (dlr.alpha=4.0)"]
-    assert table.frame["Δ PPL"][0].endswith("(1)") and table.frame["Δ PPL"][1] == NONE
-    assert "not in the difference: seed 41, 42" in "\n".join(table.notes)
-    assert not list(pairs_table(read_runs([tmp_path / "plain"])))
+    a_run(tmp_path / "zzz", *SHORT, "backbone=lost", "dlr=off")
+    table = difference_table(list(comparisons(read_runs([tmp_path]))))
+    rows = table.frame.set_index("Method")
+    against = {"cola+dlr": "cola", "cola+dlr (alpha=4.0)": "cola", "lost": "cola", "cola": NONE}
+    assert rows["Compared with"].to_dict() == against
+    assert rows["Δ loss"]["cola+dlr"].endswith("(1)") and rows["Δ loss"]["cola+dlr (alpha=4.0)"] == NONE
+    assert "its rates or seeds are not those of cola" in rows.Better["cola+dlr (alpha=4.0)"]
+    a_run(tmp_path / "more", *COLA, seed=43)
+    notes = difference_table(list(comparisons(read_runs([tmp_path])))).notes
+    assert "cola+dlr at tiny: without a partner, not in the difference: seed 43" in notes
+    assert not list(comparisons(read_runs([tmp_path / "plain"])))
 
 
 def test_runs_of_different_code_or_text_are_named(tmp_path):
@@ -248,6 +263,7 @@ def test_speed_and_machine_are_of_the_last_start_that_trained(tmp_path):
     (first,) = read_record(other)["starts"]
     later = [first | {"time": moment(at), "device": device} for at, device in ((20, "H100"), (3600, "exported"))]
     update_record(other, {"starts": [first, *later]})
+    assert read_runs([tmp_path]).runs.hours[0] * 3600 == pytest.approx(29.5)
     (row,) = run_tables(read_runs([tmp_path]))[-1].frame.to_dict("records")
     rates = [logged(other, step, "perf/tokens_per_second") for step in range(39, 60)]  # two steps a second
     assert (row["Machine"], row["tokens/s"]) == ("1 x H100", f"{statistics.median(rates):,.0f}")

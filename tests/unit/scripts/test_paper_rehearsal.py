@@ -25,12 +25,13 @@ from dlr_pretrain.util.process import cores
 from scripts.paper import items as paper
 from scripts.paper.__main__ import main
 
+IMPORTED = [__name__, "dlr_pretrain.analysis.report", "dlr_pretrain.deploy.export", "transformers.models.llama"]
 SCALE = {"hidden_size": 32, "intermediate_size": 91, "num_heads": 2, "num_layers": 2, "rank": 8}
 SHAPE = [f"scale.{key}={value}" for key, value in SCALE.items()]
 BATCH = ("train.global_batch=4", "train.micro_batch=4", "train.seq_len=32", "compile=false", "device=cpu")
 WORDS = (
     *("data=sample", "logger=jsonl", "scale.vocab_size=null", "train.steps=15", "train.warmup_steps=2"),
-    *("eval.every=1", "eval.tokens=600", "checkpoint.every=5", "checkpoint.keep_every=5", *SHAPE, *BATCH),
+    *("eval.every=5", "eval.tokens=600", "checkpoint.every=5", "checkpoint.keep_every=5", *SHAPE, *BATCH),
 )
 LORO = ("optimizer.exact_every=5", "optimizer.shift=null")  # its own schedule is longer
 MORE = {  # words of a program
@@ -92,8 +93,13 @@ def train(run: PlannedRun) -> None:
 
 
 def train_all(runs, _at_once) -> None:
-    """Replaces ``launch.local.train_here``: in forked processes, which start faster."""
-    with new_pool(get_context("fork").Pool, cores()) as pool:
+    """Replaces ``launch.local.train_here``: in processes that need not import torch, which start faster.
+
+    They are forks of a process without threads. A fork of this one may wait for ever for a lock of one of its threads.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with new_pool(context.Pool, cores()) as pool:
         pool.map(train, runs, chunksize=1)
 
 
