@@ -1,18 +1,25 @@
 """What the pages say stands in the code: links lead somewhere, and programs take the commands that are shown.
 
-A command's flags are in the program's help, and its overrides compose. docs/extending.md has a test of its own.
+A command's flags are in the program's help, and its overrides compose. ``-m full`` executes it at ``scale=tiny``.
+docs/extending.md and docs/reproduce.md have tests of their own.
 """
 
 from __future__ import annotations
 
+import gzip
+import importlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from contextlib import redirect_stdout
 from functools import cache
 from html.parser import HTMLParser
@@ -24,7 +31,9 @@ from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
+from tokenizers import ByteLevelBPETokenizer
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, commands
@@ -194,6 +203,95 @@ def test_the_diagram_is_what_its_script_draws(theme):
     assert drawn == draw(theme), "python docs/diagram.py"
 
 
+# Commands that another test executes, or that need a GPU, SLURM, a network or a program of others.
+NOT_HERE = (
+    r"^(git|pip|hf|wandb|sbatch|srun|python3? -m (pytest|venv)) | -- |--confirm|--nnodes"  # tests/slurm
+    r"|scripts\.paper|hydra/"  # below, test_command_line.py
+    r"|--report|benchmarks|evaluate\.py|sft"  # tests/unit/analysis, tests/bench, tests/deploy
+)
+SMALL = {"data": "sample", "precision": "fp32", "compile": "false", "logger": "jsonl", "device": "cpu",
+         "eval.tokens": "200", "train.seq_len": "16", "train.global_batch": "8", "scale.num_layers": "2"}  # fmt: skip
+STEPS = re.compile(r"((?:train\.(?:steps|lr_decay_steps|warmup_steps)|checkpoint\.keep_every)=|/step_)(\d+)")
+
+
+def shrunk(command: str) -> list[str]:
+    """A command for one process on a CPU: ``scale=tiny``, a ten-thousandth of the steps, the page's name of the run."""
+    words = shlex.split(re.sub(r"(?<=[ =])/data/", "data/", command))
+    at = program(words)
+    name, own = words[at], words[at + 1 :]
+    if name == "train.py" and "-m" not in own:
+        cfg = load(own, None, machine=False)
+        own = [f"run.dir={cfg.run.dir}", f"train.steps={cfg.train.steps}", *own]
+    if Path(name).stem in ("train", "submit", "doctor"):
+        given = {word.partition("=")[0] for word in own}
+        own += [f"{key}={value}" for key, value in SMALL.items() if key not in given]
+        own = [re.sub("^scale=.*", "scale=tiny", word) for word in own]
+        own += [] if "train.steps" in given else ["train.steps=2"]
+
+    def fewer(of: re.Match) -> str:
+        return of[1] + f"{max(1, int(of[2]) // 10_000):0{len(of[2]) if of[2][0] == '0' else 1}}"
+
+    return [name, *(STEPS.sub(fewer, word) for word in own)]
+
+
+def executed(words: list[str], folder: Path, code: str = "") -> tuple[int | None, str]:
+    """The exit code and the output of a program, or of ``code``, in a fork of this process, which has its imports."""
+    with tempfile.TemporaryFile("w+") as output:
+
+        def start() -> None:
+            os.chdir(folder)
+            os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            sys.argv = words
+            exec(code, {"__name__": "snippet"}) if code else runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+        child = multiprocessing.get_context("fork").Process(target=start)
+        child.start()
+        child.join()
+        output.seek(0)
+        return child.exitcode, output.read()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_commands_and_snippets_run(tmp_path, corpus, monkeypatch):
+    """In the order of the site, in one folder, because a page uses what an earlier one has made."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for module in (
+        "dlr_pretrain.train.run",
+        "dlr_pretrain.analysis.report",
+        "transformers.models.llama.modeling_llama",
+    ):
+        importlib.import_module(module)  # once, instead of in every fork
+    (tmp_path / "data/c4").mkdir(parents=True)
+    for name in ("data/c4/en", "my_text"):
+        (tmp_path / name).symlink_to(corpus)
+    shutil.copy(corpus / "spiece.model", tmp_path / "data")
+    (tmp_path / "my.runs").write_text("backbone=cola dlr=on\n")
+    with gzip.open(corpus / "c4-train.00000-of-00002.json.gz", "rt") as file:
+        text = file.readlines()
+    learned = ByteLevelBPETokenizer()
+    learned.train_from_iterator(text, vocab_size=300, special_tokens=["</s>"])
+    learned.save(str(tmp_path / "tokenizer.json"))
+    failed = []
+    pages = [f"docs/{name}.md" for name in ("recipes", "tutorial", "runs", "reports", "deploy", "slurm")]
+    before = ["train.py scale=1b backbone=lowrank dlr=on"]  # docs/deploy.md folds it
+    for page in ("README.md", *pages):
+        own = [line for line in before + commands(page) if not re.search(NOT_HERE, line)]
+        snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+        snippets = [code.replace("<name>", "1b-cola-dlr_on-s42") for code in snippets if "cola/" not in code]
+        for line, code in [*((line, "") for line in own), *(("", code) for code in snippets)]:
+            words = shrunk(line) if line else []
+            start = time.monotonic()
+            status, said = executed(words, tmp_path, code)
+            print(f"{page}: {line or code}\n  as {shlex.join(words)}: {status}")
+            print(f"TIME {time.monotonic() - start:.1f} s\n{said}")
+            if status or re.search("Traceback", said):
+                failed.append((page, line or code, said[-1500:]))
+        before = []
+    assert not failed, failed
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
@@ -201,11 +299,11 @@ def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
     from scripts.paper import items as paper
     from scripts.paper.__main__ import main
 
-    load, loaded = paper.load_each, {}
+    load_each, loaded = paper.load_each, {}
 
     def load_once(lines, machine=False):
         words = tuple(line.words for line in lines)
-        return loaded[words] if words in loaded else loaded.setdefault(words, load(lines, machine))
+        return loaded[words] if words in loaded else loaded.setdefault(words, load_each(lines, machine))
 
     monkeypatch.setattr(paper, "load_each", load_once)
     monkeypatch.chdir(tmp_path)

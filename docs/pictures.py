@@ -1,0 +1,67 @@
+"""Makes the pictures of README.md and docs/ by the commands on their pages: ``make images``.
+
+Runs and reports are in results/images; one that is finished there is not trained again. images/numbers.json has the runs of
+each picture with their first losses and perplexities, and the last losses of the golden runs, which tell the code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dlr_pretrain.analysis.runs import read_runs
+from tests.conftest import commands
+from tests.golden.regenerate import golden
+
+ROOT = Path(__file__).parent.parent
+IMAGES, WORK = ROOT / "docs/images", ROOT / "results/images"
+FIRST = 20  # losses of a run that are kept
+GOLDEN = ("cola", "cola+dlr")
+# A picture, the page that shows it, and the file that the commands of the page write. Of a report the first one.
+PICTURES = (
+    ("first-run.png", "README.md", "runs/tiny-cola-dlr_on-sample-fp32-s42/plots/loss.png"),
+    ("report.png", "docs/reports.md", "report/figures/loss_tokens_tiny.png"),
+)
+
+
+def shown(page: str) -> list[str]:
+    """The commands of ``page`` that train or report runs of this machine's sample."""
+    of_sample = [line for line in commands(page) if line.startswith("python train.py") and "data=sample" in line]
+    return [*of_sample, *(line for line in commands(page) if "report.py 'runs/tiny" in line)]
+
+
+def main() -> None:
+    runpy.run_path(str(ROOT / "docs/diagram.py"), run_name="__main__")
+    WORK.mkdir(parents=True, exist_ok=True)
+    for name in ("train.py", "scripts"):
+        (WORK / name).unlink(missing_ok=True)
+        (WORK / name).symlink_to(ROOT / name)
+    numbers: dict = {"python": platform.python_version(), "golden": {name: golden()[name][-1] for name in GOLDEN}}
+    for picture, page, made in PICTURES:
+        for line in shown(page):
+            print(f"{page}: {line}", flush=True)
+            words = [sys.executable, *shlex.split(line)[1:]]
+            subprocess.run(words, cwd=WORK, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+        shutil.copy(WORK / made, IMAGES / picture)
+        folder = WORK / made.partition("/plots/")[0] if "/plots/" in made else WORK / "runs"
+        read = read_runs([folder])
+        runs = {}
+        for run in read.runs.itertuples():
+            losses = read.metrics[read.metrics.run == run.run]["train/loss"].head(FIRST)
+            runs[run.name] = {"ppl": round(run.ppl, 2), "losses": [round(loss, 4) for loss in losses]}
+        digest = hashlib.sha256((IMAGES / picture).read_bytes()).hexdigest()
+        numbers[picture] = {"sha256": digest, "commands": shown(page), "runs": runs}
+    text = json.dumps(numbers, indent=1)
+    (IMAGES / "numbers.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
