@@ -1,7 +1,7 @@
 """Makes the pictures of README.md and docs/ by the commands on their pages: ``make images``.
 
-Runs and reports are in results/images; one that is finished there is not trained again. images/numbers.json has the runs of
-each picture with their first losses and perplexities, and the last losses of the golden runs, which tell the code.
+Runs and reports are in results/images; one that is finished there is not trained again. images/numbers.json has the
+runs of each picture, their first losses and perplexities, and the last losses of the golden runs, which tell the code.
 """
 
 from __future__ import annotations
