@@ -25,10 +25,11 @@ ROOT = Path(__file__).parent.parent
 IMAGES, WORK = ROOT / "docs/images", ROOT / "results/images"
 FIRST = 20  # losses of a run that are kept
 GOLDEN = ("cola", "cola+dlr")
-# A picture, the page that shows it, and the file that the commands of the page write. Of a report the first one.
+README_RUN = "runs/tiny-cola-dlr_on-sample-fp32-s42"
+# A picture, the page that shows it, the file that the commands of the page write, and the runs in it.
 PICTURES = (
-    ("first-run.png", "README.md", "runs/tiny-cola-dlr_on-sample-fp32-s42/plots/loss.png"),
-    ("report.png", "docs/reports.md", "report/figures/loss_tokens_tiny.png"),
+    ("first-run.png", "README.md", f"{README_RUN}/plots/loss.png", README_RUN),
+    ("report.png", "docs/reports.md", "report/figures/loss_tokens_tiny.png", "runs/tiny-cola_lax-*"),
 )
 
 
@@ -44,22 +45,22 @@ def main() -> None:
     for name in ("train.py", "scripts"):
         (WORK / name).unlink(missing_ok=True)
         (WORK / name).symlink_to(ROOT / name)
-    numbers: dict = {"python": platform.python_version(), "golden": {name: golden()[name][-1] for name in GOLDEN}}
-    for picture, page, made in PICTURES:
+    pictures = {}
+    for picture, page, made, runs in PICTURES:
         for line in shown(page):
             print(f"{page}: {line}", flush=True)
             words = [sys.executable, *shlex.split(line)[1:]]
             subprocess.run(words, cwd=WORK, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
         shutil.copy(WORK / made, IMAGES / picture)
-        folder = WORK / made.partition("/plots/")[0] if "/plots/" in made else WORK / "runs"
-        read = read_runs([folder])
-        runs = {}
+        read = read_runs([str(WORK / runs)])
+        of_runs = {}
         for run in read.runs.itertuples():
             losses = read.metrics[read.metrics.run == run.run]["train/loss"].head(FIRST)
-            runs[run.name] = {"ppl": round(run.ppl, 2), "losses": [round(loss, 4) for loss in losses]}
+            of_runs[run.name] = {"ppl": round(run.ppl, 2), "losses": [round(loss, 4) for loss in losses]}
         digest = hashlib.sha256((IMAGES / picture).read_bytes()).hexdigest()
-        numbers[picture] = {"sha256": digest, "commands": shown(page), "runs": runs}
-    text = json.dumps(numbers, indent=1)
+        pictures[picture] = {"sha256": digest, "commands": shown(page), "runs": of_runs}
+    of_code = {"python": platform.python_version(), "golden": {name: golden()[name][-1] for name in GOLDEN}}
+    text = json.dumps(of_code | {"pictures": pictures}, indent=1)
     (IMAGES / "numbers.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -7,11 +7,13 @@ docs/extending.md and docs/reproduce.md have tests of their own.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib
 import io
 import json
 import multiprocessing
 import os
+import platform
 import re
 import runpy
 import shlex
@@ -36,7 +38,9 @@ from tokenizers import ByteLevelBPETokenizer
 from dlr_pretrain.cli import load
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.launch.runs import expand
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT, commands
+from tests.golden.regenerate import golden
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -205,31 +209,35 @@ def test_the_diagram_is_what_its_script_draws(theme):
 
 # Commands that another test executes, or that need a GPU, SLURM, a network or a program of others.
 NOT_HERE = (
-    r"^(git|pip|hf|wandb|sbatch|srun|python3? -m (pytest|venv)) | -- |--confirm|--nnodes"  # tests/slurm
-    r"|scripts\.paper|hydra/"  # below, test_command_line.py
-    r"|--report|benchmarks|evaluate\.py|sft"  # tests/unit/analysis, tests/bench, tests/deploy
+    r"^(git|pip|hf|wandb|sbatch|srun|python3? -m (pytest|venv)) | -- |--local|--confirm|--nnodes"  # tests/slurm
+    r"|first_gpu|scripts\.paper|hydra/"  # below, test_command_line.py
+    r"|benchmarks|evaluate\.py|sft"  # tests/bench, tests/deploy
 )
-SMALL = {"data": "sample", "precision": "fp32", "compile": "false", "logger": "jsonl", "device": "cpu",
-         "eval.tokens": "200", "train.seq_len": "16", "train.global_batch": "8", "scale.num_layers": "2"}  # fmt: skip
+SMALL = {
+    **{"scale.hidden_size": 32, "scale.intermediate_size": 91, "scale.num_heads": 2, "scale.num_layers": 2},
+    **{"scale.vocab_size": "null", "train.seq_len": 16, "train.global_batch": 8, "eval.tokens": 200, "data": "sample"},
+    **{"precision": "fp32", "compile": "false", "logger": "jsonl", "device": "cpu"},
+}
 STEPS = re.compile(r"((?:train\.(?:steps|lr_decay_steps|warmup_steps)|checkpoint\.keep_every)=|/step_)(\d+)")
 
 
 def shrunk(command: str) -> list[str]:
-    """A command for one process on a CPU: ``scale=tiny``, a ten-thousandth of the steps, the page's name of the run."""
+    """A command for one process on a CPU: a small model, a 5,000th of the steps, and the name of the page's own run."""
     words = shlex.split(re.sub(r"(?<=[ =])/data/", "data/", command))
     at = program(words)
     name, own = words[at], words[at + 1 :]
-    if name == "train.py" and "-m" not in own:
-        cfg = load(own, None, machine=False)
-        own = [f"run.dir={cfg.run.dir}", f"train.steps={cfg.train.steps}", *own]
+    shorter = 10 if "scale=tiny" in own else 5_000
     if Path(name).stem in ("train", "submit", "doctor"):
         given = {word.partition("=")[0] for word in own}
-        own += [f"{key}={value}" for key, value in SMALL.items() if key not in given]
-        own = [re.sub("^scale=.*", "scale=tiny", word) for word in own]
-        own += [] if "train.steps" in given else ["train.steps=2"]
+        small = SMALL | {"checkpoint.every": 10 if shorter == 10 else 2}
+        if name == "train.py" and "-m" not in own:
+            cfg = load(own, None, machine=False)
+            small |= {"run.dir": cfg.run.dir, "train.steps": cfg.train.steps}
+            small |= {"backbone.merge_every": 1, "train.warmup_steps": 0} if "backbone=relora" in own else {}
+        own += [f"{key}={value}" for key, value in ({"train.steps": 6 * shorter} | small).items() if key not in given]
 
     def fewer(of: re.Match) -> str:
-        return of[1] + f"{max(1, int(of[2]) // 10_000):0{len(of[2]) if of[2][0] == '0' else 1}}"
+        return of[1] + str(max(2, int(of[2]) // shorter)).zfill(len(of[2]) if of[2][0] == "0" else 1)
 
     return [name, *(STEPS.sub(fewer, word) for word in own)]
 
@@ -286,10 +294,33 @@ def test_commands_and_snippets_run(tmp_path, corpus, monkeypatch):
             status, said = executed(words, tmp_path, code)
             print(f"{page}: {line or code}\n  as {shlex.join(words)}: {status}")
             print(f"TIME {time.monotonic() - start:.1f} s\n{said}")
-            if status or re.search("Traceback", said):
+            if status or "Traceback" in said or (code and re.search(r"\.\.\.(\s|$)", said)):
                 failed.append((page, line or code, said[-1500:]))
         before = []
     assert not failed, failed
+
+
+def test_the_pictures_of_runs_are_of_this_code():
+    """``make images`` draws them: after a change that moves the golden curves, and after one of the figures."""
+    numbers = json.loads((ROOT / "docs/images/numbers.json").read_text())
+    assert numbers["golden"] == {name: golden()[name][-1] for name in numbers["golden"]}
+    for picture, shown in numbers["pictures"].items():
+        assert hashlib.sha256((ROOT / "docs/images" / picture).read_bytes()).hexdigest() == shown["sha256"], picture
+        assert set(shown["commands"]) <= set(COMMANDS) and shown["runs"]
+
+
+@pytest.mark.full
+def test_the_first_command_gives_the_losses_of_its_picture(tmp_path):
+    numbers = json.loads((ROOT / "docs/images/numbers.json").read_text())
+    if numbers["python"] != platform.python_version():
+        pytest.skip("the sample is the text of another Python")
+    shown = numbers["pictures"]["first-run.png"]
+    ((name, run),) = shown["runs"].items()
+    words = shlex.split(shown["commands"][0])[1:]
+    status, said = executed([*words, "device=cpu", f"train.stop_after={len(run['losses'])}"], tmp_path)
+    assert status == 75, said
+    losses = [record["train/loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
+    assert losses == pytest.approx(run["losses"], abs=1e-3)
 
 
 @pytest.mark.full
