@@ -230,6 +230,7 @@ def shrunk(command: str) -> list[str]:
     if Path(name).stem in ("train", "submit", "doctor"):
         given = {word.partition("=")[0] for word in own}
         small = SMALL | {"checkpoint.every": 10 if shorter == 10 else 2}
+        small |= {} if "backbone=full" in own or "galore" in command else {"scale.rank": 8}
         if name == "train.py" and "-m" not in own:
             cfg = load(own, None, machine=False)
             small |= {"run.dir": cfg.run.dir, "train.steps": cfg.train.steps}
