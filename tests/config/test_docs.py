@@ -214,10 +214,11 @@ NOT_HERE = (
     r"|benchmarks|evaluate\.py|sft"  # tests/bench, tests/deploy
 )
 SMALL = {
-    **{"scale.hidden_size": 32, "scale.intermediate_size": 91, "scale.num_heads": 2, "scale.num_layers": 2},
+    **{"scale.hidden_size": 128, "scale.intermediate_size": 172, "scale.num_heads": 2, "scale.num_layers": 2},
     **{"scale.vocab_size": "null", "train.seq_len": 16, "train.global_batch": 8, "eval.tokens": 200, "data": "sample"},
     **{"precision": "fp32", "compile": "false", "logger": "jsonl", "device": "cpu"},
 }
+RELORA = {"backbone.merge_every": 1, "backbone.restart_warmup": 0, "train.warmup_steps": 0}
 STEPS = re.compile(r"((?:train\.(?:steps|lr_decay_steps|warmup_steps)|checkpoint\.keep_every)=|/step_)(\d+)")
 
 
@@ -230,15 +231,15 @@ def shrunk(command: str) -> list[str]:
     if Path(name).stem in ("train", "submit", "doctor"):
         given = {word.partition("=")[0] for word in own}
         small = SMALL | {"checkpoint.every": 10 if shorter == 10 else 2}
-        small |= {} if "backbone=full" in own or "galore" in command else {"scale.rank": 8}
+        small |= {} if re.search("backbone=full|galore|backbone.rank", command) else {"scale.rank": 8}
         if name == "train.py" and "-m" not in own:
             cfg = load(own, None, machine=False)
             small |= {"run.dir": cfg.run.dir, "train.steps": cfg.train.steps}
-            small |= {"backbone.merge_every": 1, "train.warmup_steps": 0} if "backbone=relora" in own else {}
+            small |= RELORA if "backbone=relora" in own else {}
         own += [f"{key}={value}" for key, value in ({"train.steps": 6 * shorter} | small).items() if key not in given]
 
     def fewer(of: re.Match) -> str:
-        return of[1] + str(max(2, int(of[2]) // shorter)).zfill(len(of[2]) if of[2][0] == "0" else 1)
+        return of[1] + str(min(int(of[2]), max(2, int(of[2]) // shorter))).zfill(len(of[2]) if of[2][0] == "0" else 1)
 
     return [name, *(STEPS.sub(fewer, word) for word in own)]
 
