@@ -1,5 +1,5 @@
 # Shortcuts; the README's commands work without make.
-.PHONY: test full matrix kill-soak signal-soak gpu style site
+.PHONY: test full matrix kill-soak signal-soak gpu style site images
 
 test:       # the README's command: every promise once
 	python -m pytest -n 3
@@ -27,3 +27,6 @@ signal-soak:  # two hundred signals at random moments of a run (half an hour)
 
 style:
 	ruff check . && ruff format --check . && mypy
+
+images:     # the pictures of README and docs, by the commands on their pages (15 minutes); finished runs are kept
+	python -m docs.pictures

@@ -1,12 +1,19 @@
-"""Draws the method for README.md, for light and dark pages: ``python docs/diagram.py``."""
+"""Draws the method for README.md, for light and dark pages: ``python docs/diagram.py``.
+
+Which latent an output receives is asked of ``columns_of``, which training uses as well.
+"""
 
 from __future__ import annotations
 
 from html import escape
 from pathlib import Path
 
+from dlr_pretrain.models.residual import columns_of
+
 IMAGES = Path(__file__).with_name("images")
-WIDTH, HEIGHT = 900, 330
+WIDTH, HEIGHT = 900, 362
+D_OUT, RANK = 9, 3  # of the layer that is drawn
+SUBSCRIPTS = "₁₂₃"
 THEMES = {  # ink, muted ink, A, B, residual
     "light": ("#1f2328", "#59636e", "#0969da", "#8250df", "#bc4c00"),
     "dark": ("#f0f6fc", "#9198a1", "#4493f8", "#ab7df8", "#f0883e"),
@@ -19,21 +26,21 @@ class Drawing:
     def __init__(self, ink: str, muted: str):
         self.ink, self.muted, self.parts = ink, muted, []
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, label: str = "") -> None:
-        shape = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" '
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str, label: str = "", size: int = 19
+    ) -> None:
+        shape = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{min(4, height / 6):g}" '
         self.parts.append(f'{shape}fill="{colour}" fill-opacity="0.16" stroke="{colour}" stroke-width="1.5"/>')
-        self.text(x + width / 2, y + height / 2, label, colour, 19)
+        if label:
+            self.text(x + width / 2, y + height / 2, label, colour, size)
 
     def text(self, x: float, y: float, text: str, colour: str, size: int = 14, anchor: str = "middle") -> None:
         style = f'fill="{colour}" font-size="{size}" text-anchor="{anchor}" dominant-baseline="central"'
-        self.parts.append(f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>')
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>')
 
     def arrow(self, *points: tuple[float, float]) -> None:
         path = " ".join(f"{x},{y}" for x, y in points)
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{self.ink}" marker-end="url(#tip)"/>')
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str) -> None:
-        self.parts.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" stroke-width="1.5"/>')
 
     def svg(self) -> str:
         tip = f'<path d="M0,0 L8,4 L0,8 z" fill="{self.ink}"/>'
@@ -65,13 +72,13 @@ def draw(theme: str) -> str:
     made.text(384, 130, "+", ink, 22)
     made.arrow((396, 130), (428, 130))
     made.text(440, 130, "y", ink, 19)
-    made.arrow((220, 146), (220, 262), (238, 262))
-    for copy in range(4):  # R^T z: K copies of the latent, one below the other
-        made.box(240, 222 + 21 * copy, 60, 17, residual)
-        made.text(270, 231 + 21 * copy, "z", residual, 13)
-    made.arrow((302, 262), (384, 262), (384, 144))
-    made.text(314, 246, "× β", residual, 15, "start")
-    made.text(270, 317, "the duplicated latent, β Rᵀ z", residual, 13)
+    latents = columns_of("contiguous", "", D_OUT, RANK, 0).tolist()  # that of each output
+    made.arrow((220, 146), (220, 282), (238, 282))
+    for output, latent in enumerate(latents):  # R^T z
+        made.box(240, 222 + 13 * output, 60, 13, residual, f"z{SUBSCRIPTS[latent]}", 11)
+    made.arrow((302, 282), (384, 282), (384, 144))
+    made.text(314, 266, "× β", residual, 15, "start")
+    made.text(270, 350, "β Rᵀ z: each latent, K times in a row", residual, 13)
 
     made.arrow((470, 130), (548, 130))
     made.text(509, 112, "fold", ink, 15)
@@ -79,8 +86,8 @@ def draw(theme: str) -> str:
 
     made.text(560, 24, "Deployed: a plain low-rank layer", ink, 17, "start")
     low_rank(made, 570, a, b, "W")
-    for top in range(70, 190, 30):  # the diagonals that the residual adds to B
-        made.line(792, top + 2, 848, top + 28, residual)
+    for output, latent in enumerate(latents):  # the entries of B that receive beta
+        made.box(790 + 60 / RANK * latent, 70 + 120 / D_OUT * output, 60 / RANK, 120 / D_OUT, residual)
     made.arrow((852, 130), (872, 130))
     made.text(884, 130, "y", ink, 19)
     made.text(820, 206, "W = B + β Rᵀ", residual, 15)

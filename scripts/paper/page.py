@@ -22,6 +22,7 @@ from .items import HERE, SLURM, Item, Program, items, load_each
 
 ONE_GPU = "srun --gpus=1 --cpus-per-task=8 --mem=64G --time=8:00:00"  # before a command that measures
 GPUS = 8  # for the days in docs/reproduce.md
+EXPERIMENTS = ("experiment", "what it is", "rows; scales; seeds", "the paper's claim fails if")
 
 
 @dataclass(frozen=True)
@@ -77,34 +78,28 @@ def documentation() -> str:
     """The text of docs/reproduce.md."""
     runs = {name: load_each(item.lines()) for name, item in items().items()}
     hours = hours_of((run for planned in runs.values() for run in planned), GPU)
-    listed: set[Path] = set()
 
-    def cells(planned: Sequence[PlannedRun]) -> list[str]:
-        times, new = [hours[run.dir] for run in planned], [hours[run.dir] for run in planned if run.dir not in listed]
-        return [str(len(times)), total(times), total(times, GPUS * 24), disk_of(planned), str(len(new)), total(new)]
+    def cells(name: str, planned: Sequence[PlannedRun]) -> list[str]:
+        times = [hours[run.dir] for run in planned]
+        return [name, str(len(times)), total(times), total(times, GPUS * 24), disk_of(planned)]
 
-    rows = []
-    for name, planned in runs.items():
-        rows.append([f"[`{name}`](#{name})", items()[name].title, *cells(planned)])
-        listed.update(run.dir for run in planned)
-    listed.clear()
-    rows.append(["all", "", *cells(list({run.dir: run for planned in runs.values() for run in planned}.values()))])
-    days = f"days on {GPUS} H100"
-    header = ["item", "", "runs", "GPU hours", days, "disk", "not in items above", "GPU hours of these"]
+    rows = [cells(f"`{name}`", planned) for name, planned in runs.items()]
+    rows.append(cells("all", list({run.dir: run for planned in runs.values() for run in planned}.values())))
+    header = ["experiment", "runs", "GPU hours", f"days on {GPUS} H100", "disk"]
     template = Template((HERE / "reproduce.md").read_text(encoding="utf-8"))
     return template.substitute(
-        table=markdown_table(header, rows, right=range(2, len(header))), gpu=GPU,
+        table=markdown_table(header, rows, right=range(1, len(header))), gpu=GPU,
         small=f"{MFU_AT_60M:.2f}", large=f"{MFU_AT_1B:.2f}", paper=f"{LEAST_MFU:.2f}",
-        sections="\n\n".join(map(_section, items().values())), slurm=SLURM, one_gpu=ONE_GPU,
+        experiments=markdown_table(EXPERIMENTS, map(_experiment, items().values())), slurm=SLURM, one_gpu=ONE_GPU,
     )  # fmt: skip
 
 
-def _section(item: Item) -> str:
-    """An item's part of docs/reproduce.md."""
-    programs = [f"`{step.words.removeprefix('-m ').split()[0]}`" for step in item.steps]
-    facts = {"Rows": item.rows, "Scales": item.scales, "Seeds": map(str, item.seeds), "Then": dict.fromkeys(programs)}
-    facts_text = " ".join(f"{name}: {', '.join(values)}." for name, values in facts.items() if values)
-    control = f" Differences are from {item.control}." if item.control else ""
-    about = "".join(f"{part}\n\n" for part in (f"{item.title}. {facts_text}{control}", item.note) if part)
-    command = f"python -m scripts.paper {item.name} --submit -- {item.slurm}"
-    return f"## {item.name}\n\n{about}```bash\n{command}\n```\n\nThe paper's claim fails if: {item.refuted}"
+def _experiment(item: Item) -> list[str]:
+    """An item's row in docs/reproduce.md, under ``EXPERIMENTS``."""
+    programs = dict.fromkeys(f"`{step.words.removeprefix('-m ').split()[0]}`" for step in item.steps)
+    then = f"Then {', '.join(programs)}." if programs else ""
+    control = f"Differences are from {item.control}." if item.control else ""
+    options = f"Options of sbatch: `{item.slurm}`." if item.slurm != SLURM else ""
+    about = " ".join(filter(None, (f"{item.title}.", then, control, item.note, options)))
+    return [f"`{item.name}`", about, "; ".join(", ".join(map(str, of)) for of in (item.rows, item.scales, item.seeds)),
+            item.refuted]  # fmt: skip

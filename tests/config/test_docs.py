@@ -1,18 +1,26 @@
 """What the pages say stands in the code: links lead somewhere, and programs take the commands that are shown.
 
-A command's flags are in the program's help, and its overrides compose. docs/extending.md has a test of its own.
+A command's flags are in the program's help, and its overrides compose. ``-m full`` executes it at ``scale=tiny``.
+docs/extending.md and docs/reproduce.md have tests of their own.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import importlib
 import io
 import json
+import multiprocessing
 import os
+import platform
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stdout
 from functools import cache
 from html.parser import HTMLParser
@@ -24,10 +32,14 @@ from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
+from tokenizers import ByteLevelBPETokenizer
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.launch.runs import expand
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT, commands
+from tests.golden.regenerate import golden
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -194,6 +206,113 @@ def test_the_diagram_is_what_its_script_draws(theme):
     assert drawn == draw(theme), "python docs/diagram.py"
 
 
+# Commands that another test executes, or that need a GPU, SLURM, a network or a program of others.
+NOT_HERE = (
+    r"^(git|pip|hf|wandb|sbatch|srun|python3? -m (pytest|venv)) | -- |--local|--confirm|--nnodes"  # tests/slurm
+    r"|scripts\.paper|hydra/"  # below, test_command_line.py
+    r"|benchmarks|evaluate\.py|sft"  # tests/bench, tests/deploy
+)
+SMALL = {
+    **{"scale.hidden_size": 128, "scale.intermediate_size": 172, "scale.num_heads": 2, "scale.num_layers": 2},
+    **{"scale.vocab_size": "null", "train.seq_len": 16, "train.global_batch": 8, "eval.tokens": 200, "data": "sample"},
+    **{"precision": "fp32", "compile": "false", "logger": "jsonl", "device": "cpu"},
+}
+RELORA = {"backbone.merge_every": 1, "backbone.restart_warmup": 0, "train.warmup_steps": 0}
+STEPS = re.compile(r"((?:train\.(?:steps|lr_decay_steps|warmup_steps)|checkpoint\.keep_every)=|/step_)(\d+)")
+
+
+def shrunk(command: str) -> list[str]:
+    """A command for one process on a CPU: a small model, a 5,000th of the steps, and the name of the page's own run."""
+    words = shlex.split(re.sub(r"(?<=[ =])/data/", "data/", command))
+    at = program(words)
+    name, own = words[at], words[at + 1 :]
+    shorter = 10 if "scale=tiny" in own else 5_000
+    if Path(name).stem in ("train", "submit", "doctor"):
+        given = {word.partition("=")[0] for word in own}
+        small = SMALL | {"checkpoint.every": 10 if shorter == 10 else 2}
+        small |= {} if re.search("backbone=full|galore|backbone.rank", command) else {"scale.rank": 8}
+        if name == "train.py" and "-m" not in own:
+            cfg = load(own, None, machine=False)
+            small |= {"run.dir": cfg.run.dir, "train.steps": cfg.train.steps} | (RELORA if "relora" in command else {})
+        own += [f"{key}={value}" for key, value in ({"train.steps": 6 * shorter} | small).items() if key not in given]
+
+    def fewer(of: re.Match) -> str:
+        return of[1] + str(min(int(of[2]), max(2, int(of[2]) // shorter))).zfill(len(of[2]) if of[2][0] == "0" else 1)
+
+    return [name, *(STEPS.sub(fewer, word) for word in own)]
+
+
+def executed(words: list[str], folder: Path, code: str = "") -> tuple[int | None, str]:
+    """The exit code and the output of a program, or of ``code``, in a fork of this process, which has its imports."""
+    with tempfile.TemporaryFile("w+") as output:
+
+        def start() -> None:
+            os.chdir(folder)
+            os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            sys.argv = words
+            exec(code, {"__name__": "snippet"}) if code else runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+        child = multiprocessing.get_context("fork").Process(target=start)
+        child.start()
+        child.join()
+        output.seek(0)
+        return child.exitcode, output.read()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_commands_and_snippets_run(tmp_path, corpus):
+    """In the order of the site, in one folder, because a page uses what an earlier one has made."""
+    for module in ("train.run", "analysis.report", "deploy.modeling_lowrank_llama"):
+        importlib.import_module(f"dlr_pretrain.{module}")  # once, instead of in every fork
+    (tmp_path / "data/c4").mkdir(parents=True)
+    for name in ("data/c4/en", "my_text"):
+        (tmp_path / name).symlink_to(corpus)
+    shutil.copy(corpus / "spiece.model", tmp_path / "data")
+    (tmp_path / "my.runs").write_text("backbone=cola dlr=on\n")
+    learned = ByteLevelBPETokenizer()
+    with gzip.open(corpus / "c4-train.00000-of-00002.json.gz", "rt") as file:
+        learned.train_from_iterator(file, vocab_size=300, special_tokens=["</s>"])
+    learned.save(str(tmp_path / "tokenizer.json"))
+    failed = []
+    pages = [f"docs/{name}.md" for name in ("recipes", "tutorial", "runs", "reports", "deploy", "slurm")]
+    executed(shrunk("train.py scale=1b backbone=lowrank dlr=on"), tmp_path)  # docs/deploy.md folds it
+    for page in ("README.md", *pages):
+        own = [line for line in commands(page) if not re.search(NOT_HERE, line)]
+        snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+        snippets = [code.replace("<name>", "1b-cola-dlr_on-s42") for code in snippets if "cola/" not in code]
+        for line, code in [*((line, "") for line in own), *(("", code) for code in snippets)]:
+            status, said = executed(shrunk(line) if line else [], tmp_path, code)
+            print(f"{page}: {line or code}\n{said}")
+            if status or "Traceback" in said or (code and re.search(r"\.\.\.(\s|$)", said)):
+                failed.append((page, line or code, said[-1500:]))
+    assert not failed, failed
+
+
+def test_the_pictures_of_runs_are_of_this_code():
+    """``make images`` draws them: after a change that moves the golden curves, and after one of the figures."""
+    numbers = json.loads((ROOT / "docs/images/numbers.json").read_text())
+    assert numbers["golden"] == {name: golden()[name][-1] for name in numbers["golden"]}
+    for picture, shown in numbers["pictures"].items():
+        assert hashlib.sha256((ROOT / "docs/images" / picture).read_bytes()).hexdigest() == shown["sha256"], picture
+        assert set(shown["commands"]) <= set(COMMANDS) and shown["runs"]
+
+
+@pytest.mark.full
+def test_the_first_command_gives_the_losses_of_its_picture(tmp_path):
+    numbers = json.loads((ROOT / "docs/images/numbers.json").read_text())
+    if numbers["python"] != platform.python_version():
+        pytest.skip("the sample is the text of another Python")
+    shown = numbers["pictures"]["first-run.png"]
+    ((name, run),) = shown["runs"].items()
+    words = shlex.split(shown["commands"][0])[1:]
+    status, said = executed([*words, "device=cpu", f"train.stop_after={len(run['losses'])}"], tmp_path)
+    assert status == 75, said
+    losses = [record["train/loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
+    assert losses == pytest.approx(run["losses"], abs=1e-3)
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
@@ -201,11 +320,11 @@ def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
     from scripts.paper import items as paper
     from scripts.paper.__main__ import main
 
-    load, loaded = paper.load_each, {}
+    load_each, loaded = paper.load_each, {}
 
     def load_once(lines, machine=False):
         words = tuple(line.words for line in lines)
-        return loaded[words] if words in loaded else loaded.setdefault(words, load(lines, machine))
+        return loaded[words] if words in loaded else loaded.setdefault(words, load_each(lines, machine))
 
     monkeypatch.setattr(paper, "load_each", load_once)
     monkeypatch.chdir(tmp_path)

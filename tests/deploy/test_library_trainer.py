@@ -116,14 +116,15 @@ def code_of_the_page(number: int, folder) -> dict[str, object]:
     llama().save_pretrained(folder / "source")
     words_of_ids().save_pretrained(folder / "source")
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), flags=re.DOTALL)[number]
-    settings = {"max_steps": 2, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True, "bf16": False}
+    settings = {"max_steps": 2, "learning_rate": 1e-3, "report_to": "none"}
     changes = {
         "a-llama": str(folder / "source"), "rank=256": "rank=6", "r=16": "r=4", "tuned": str(folder / "tuned"),
         '"adapter"': repr(str(folder / "adapter")), "from trl import SFTConfig,": "from trl import",
     }  # fmt: skip
     for old, new in changes.items():
         code = code.replace(old, new)
-    exec(code, found := {"SFTConfig": lambda out: trl.SFTConfig(str(folder / out), **settings), "data": ROWS})
+    config = lambda out, **given: trl.SFTConfig(str(folder / out), **settings, **given)  # noqa: E731
+    exec(code, found := {"SFTConfig": config, "data": ROWS})
     return found
 
 
