@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, key_of, read
@@ -40,6 +40,9 @@ def main(run: Callable[[Config], float | None]) -> int:
 
 def _main(run: Callable[[Config], float | None]) -> int:
     line = read(sys.argv[1:])
+    if {"--help", "-h"} & {*line.flags}:
+        print(OmegaConf.load(CONFIG_DIR / "help.yaml").template, end="")
+        return 0
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
         raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun per job, or an array of jobs")])
@@ -48,13 +51,13 @@ def _main(run: Callable[[Config], float | None]) -> int:
     return _start(line, configs, run)
 
 
-def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
+def load(words: list[str], ranks: int | None = 1, machine: bool = True, flags: Collection[str] = ()) -> Config:
     """The checked configuration for overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
 
     ``ranks`` is None if their number is unknown. Without ``machine``, the configuration need not run on this machine:
-    see ``validate``.
+    see ``validate``. ``flags`` are those of the calling command: see ``read``.
     """
-    line = read(words)
+    line = read(words, flags)
     if line.multirun:
         raise ConfigError([Problem("-m", MISSING, "asks for several runs, where one is expected", "Leave it out")])
     (cfg,) = check(line, ranks, machine)

@@ -43,7 +43,7 @@ from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.micro_batch import planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.run import Run
-from dlr_pretrain.util.errors import Parser, UserError, command, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import SHARED_MEMORY, file_system, new_pool, read_metrics, require_durable
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.secrets import redact
@@ -57,21 +57,11 @@ LITTLE_SHARED_MEMORY = 1 << 30  # a container of Docker has 64 MB by default
 SLOW_NETWORK = 10e9  # bytes/s of a ring; slower GPUs communicate over sockets
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, 1 if a check failed, or that of a UserError."""
-    about = "Checks a machine, or under torchrun all ranks, for the run with these overrides. The run is not changed."
-    parser = Parser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
-    _, words = parser.parse_known_args(argv)
-    return command(lambda: 0 if sound(words) else 1)
+def sound(cfg: Config, words: list[str]) -> bool:
+    """Make all checks of ``cfg``, the configuration of ``words``, and print a line for each; whether none has failed.
 
-
-def sound(words: list[str]) -> bool:
-    """Make all checks, and print a line for each; returns whether none has failed.
-
-    Raises ConfigError if the configuration is invalid on every machine. If only this machine lacks something, such as a
-    file, that is a failed check, and the other checks still run.
+    If only this machine lacks something, such as a file, that is a failed check, and the other checks still run.
     """
-    cfg = load(words, world_size(), machine=False)
     is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     levels = []
 

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import MODELING, export, exported_keys, need, open_folder, write_weights
+from dlr_pretrain.deploy.export import MODELING, export, exported_keys, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.util import files as durable
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, need
 from tests.deploy.models import KINDS, exported, of_kind, trained
 from tests.parity.reference import weights
 from tests.unit.data.small_tokenizer import PIECES, train
