@@ -31,7 +31,7 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import GPUS_A_NODE
 from dlr_pretrain.models.adapter import split
-from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
+from dlr_pretrain.models.flops import PEAK_FLOPS, by_depth, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
 from dlr_pretrain.models.llama import build_model
 from dlr_pretrain.models.memory import memory
@@ -117,12 +117,15 @@ def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
 
 def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) -> int:
     """Bytes of a checkpoint: the values and the optimizer's state. ``alignment`` 1 leaves padding out."""
-    device, dtype = torch.device("meta"), STATE_DTYPE[cfg.precision.name]
-    model = build_model(cfg, vocab_size, device, dtype, alignment=alignment)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    state |= strengths(model, cfg.dlr, like=model.lm_head.weight)
-    return checkpoint_bytes(cfg.optimizer, state, trained, partial(split, model))
+
+    def count(shallow: Config) -> dict[str, int]:
+        model = build_model(shallow, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name], True, alignment)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        state |= strengths(model, cfg.dlr, like=model.lm_head.weight)
+        return {"bytes": checkpoint_bytes(cfg.optimizer, state, trained, partial(split, model))}
+
+    return by_depth(count, cfg)["bytes"]
 
 
 def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:

@@ -38,8 +38,8 @@ def exported_folder(folder: Path) -> Path:
     """The exported ``folder``, or that of the run in ``folder``. Raises UserError if there is none."""
     if export := next((each for each in (folder, folder / "folded") if (each / "config.json").is_file()), None):
         return export
-    saved = sorted(folder.glob("checkpoints/step_*"))[-1:] or sorted(folder.glob("checkpoint.json"))
-    fix = f"Fold a checkpoint: python scripts/fold.py {saved[0]}" if saved else "Name runs/<name>/folded"
+    saved = [folder] if folder.name.startswith("step_") else sorted(folder.glob("checkpoints/step_*"))
+    fix = f"Fold a checkpoint: python scripts/fold.py {saved[-1]}" if saved else "Name runs/<name>/folded"
     rule = "has no config.json, which an export has" if folder.is_dir() else "no such folder"
     raise UserError(folder, rule, fix)
 

@@ -71,11 +71,11 @@ def parse(tree: Mapping, typed: Collection[str] | None = None, problems: Sequenc
     ``problems`` are those of its words. A missing key gets its default if that is a plain value. The classes of
     backbone and optimizer, which import torch, are not imported for words that are wrong without them.
     """
-    given = flatten(tree)
+    given, words = flatten(tree), set(typed or ())
     of_options = {name for name in given if name.partition(".")[0] in OPEN_GROUPS}
-    if not of_options & set(typed or ()):
+    if not of_options & words:
         _, wrong = _read(KEYS | dict.fromkeys(of_options, Key(object)), given, tree, typed)
-        if problems or wrong:
+        if (problems or wrong) and words.issuperset(problem.key for problem in wrong):  # none is a recipe's
             raise ConfigError([*problems, *wrong])
     values, wrong = _read(all_keys(tree), given, tree, typed)
     if problems or wrong:

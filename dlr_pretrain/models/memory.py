@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.flops import by_depth
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE, sum_dtype
@@ -52,10 +53,19 @@ class Memory:
 
 def memory(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     """The memory of ``cfg`` on one of ``ranks`` GPUs. ``state_bytes`` is the function of ``optim.optimizer``."""
-    return (_replicated if cfg.parallel.name == "ddp" else _sharded)(cfg, vocab_size, ranks, state_bytes)
+    count = _replicated if cfg.parallel.name == "ddp" else _sharded
+    n = by_depth(lambda shallow: count(shallow, vocab_size, ranks, state_bytes), cfg)
+    backward = n["peak"] + n["held"] + n["gathered"] + n["reduced"]
+    trained = n["masters"] + n["optimizer"] + n["graphs"] + max(backward, n["gradients"])
+    return Memory(
+        n["weights"], n["masters"], n["gradients"], n["optimizer"], n["activations"],
+        n["peak"] - n["activations"] + n["gathered"], n["graphs"], n["weights"] + max(n["start"], trained),
+    )  # fmt: skip
 
 
-def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
+def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> dict[str, int]:
+    """The bytes under ddp by name, for ``memory``: ``held`` gradients are summed over micro-batches, and ``reduced``
+    is what the sum over ranks takes."""
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
     values: dict[str, Tensor] = dict(model.named_parameters())
@@ -65,32 +75,31 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
     optimized = {name: values[name] for name, p in model.named_parameters() if p.requires_grad} | alphas
     residuals = _residual_bytes(cfg, model, values)
 
-    micro_batch = cfg.micro_batch(ranks)
-    summed = cfg.train.global_batch > ranks * micro_batch  # over micro-batches
+    positions, masked = (cfg.micro_batch(ranks), cfg.train.seq_len), cfg.data.mask_documents
+    summed = cfg.train.global_batch > ranks * positions[0]  # over micro-batches
     for p in model.parameters():
         p.grad_dtype = state if has_masters else p.dtype
-    activations, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
-    of_alphas = sum(tensor.nbytes for tensor in alphas.values())  # which the optimizer makes from those of the model
-
-    weights = _size([*model.parameters(), *model.buffers()]) + residuals
-    masters = _size(values.values()) if has_masters else 0
-    optimizer = state_bytes(cfg.optimizer, optimized, partial(split, model))
-    backward = peak + (gradients if summed else 0)
-    if ranks > 1 and (reduced := sum_dtype(cfg.precision.name, ranks)) != state:
+    activations, peak, gradients = step_bytes(model, *positions, summed, masked)
+    reduced = 0
+    if ranks > 1 and (dtype := sum_dtype(cfg.precision.name, ranks)) != state:
         largest = max(sum(p.numel() for p in part.parameters()) for part in (model.lm_head, *model.model.layers))
-        backward += SUMS_IN_FLIGHT * largest * reduced.itemsize
-    graphs = 0
-    if cfg.without_graphs(ranks) is None:
-        graphs = forward_bytes(model, micro_batch, cfg.train.seq_len, cfg.data.mask_documents)
-    total = weights + masters + optimizer + max(backward, gradients + of_alphas) + graphs
-    return Memory(weights, masters, gradients + of_alphas, optimizer, activations, peak - activations, graphs, total)
+        reduced = SUMS_IN_FLIGHT * largest * dtype.itemsize
+    of_alphas = sum(tensor.nbytes for tensor in alphas.values())  # which the optimizer makes from those of the model
+    return {
+        "weights": _size([*model.parameters(), *model.buffers()]) + residuals,
+        "masters": _size(values.values()) if has_masters else 0,
+        "optimizer": state_bytes(cfg.optimizer, optimized, partial(split, model)),
+        "activations": activations, "peak": peak, "gradients": gradients + of_alphas,
+        "held": gradients if summed else 0, "gathered": 0, "reduced": reduced, "start": 0,
+        "graphs": 0 if cfg.without_graphs(ranks) else forward_bytes(model, *positions, masked),
+    }  # fmt: skip
 
 
-def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
-    """The memory of rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
+def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> dict[str, int]:
+    """The same for rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
 
-    At the peak all weights are gathered, or those of two dense blocks (the current and the next one) and of embedding,
-    final norm and head. As many gradients, of two blocks in any case, wait for their sum.
+    At the peak all weights are ``gathered``, or those of two dense blocks (the current and the next one) and of
+    embedding, final norm and head. As many gradients, of two blocks in any case, wait for their sum.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
@@ -106,20 +115,20 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
     whole, some = root + sum(blocks), root + 2 * max(blocks)
     reduced = sum_dtype(cfg.precision.name, ranks)
-    waiting = some * (working.itemsize + (reduced.itemsize if reduced != working else 0))
-
-    weights = sum(p.nbytes for p in local.values()) + _size(model.buffers()) + residuals
-    gradients = sum(p.nbytes for p in trained.values())
-    optimizer = state_bytes(cfg.optimizer, trained)
-    temporaries = peak - activations + (whole if cfg.backbone.factorized else some) * working.itemsize + waiting
+    gathered = (whole if cfg.backbone.factorized else some) * working.itemsize
+    gathered += some * (working.itemsize + (reduced.itemsize if reduced != working else 0))
     if cfg.parallel.name == "hsdp" and reduced != state:  # torch keeps the sum over nodes beside its cast
-        temporaries += sum(p.numel() for p in trained.values()) * reduced.itemsize
-    graphs = 0
+        gathered += sum(p.numel() for p in trained.values()) * reduced.itemsize
+    gradients, graphs = sum(p.nbytes for p in trained.values()), 0
     if cfg.without_graphs(ranks) is None:
         graphs = some * working.itemsize + forward_bytes(model, *positions, masked=masked)
-    start = whole * state.itemsize  # each rank first allocates the whole model
-    total = weights + max(start, optimizer + gradients + activations + temporaries + graphs)
-    return Memory(weights, 0, gradients, optimizer, activations, temporaries, graphs, total)
+    return {
+        "weights": sum(p.nbytes for p in local.values()) + _size(model.buffers()) + residuals, "masters": 0,
+        "optimizer": state_bytes(cfg.optimizer, trained),
+        "activations": activations, "peak": peak, "gradients": gradients, "held": gradients,
+        "gathered": gathered, "reduced": 0, "graphs": graphs,
+        "start": whole * state.itemsize,  # each rank first allocates the whole model
+    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_a_broken_tokenizer_fails_and_the_rest_is_checked(words, tmp_path, capfd
     assert "tokenizer.path=/nowhere/spiece.model: no such file" in " ".join(said.split())
     assert tree(tmp_path) == before and not list(tmp_path.rglob(".doctor*"))
     assert command(["scale=tiny", "backbone=colla"]) == 2
-    assert "Did you mean cola?" in capfd.readouterr().err
+    assert "Did you mean backbone=cola?" in capfd.readouterr().err
 
 
 @pytest.mark.full
