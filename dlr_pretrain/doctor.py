@@ -38,7 +38,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.corpus import WARNED_UNKNOWN, Corpus, open_corpus
+from dlr_pretrain.train.corpus import Corpus, open_corpus
+from dlr_pretrain.train.device import slow_precision
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.micro_batch import planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks, require_files
@@ -141,9 +142,12 @@ def configuration(words: list[str]) -> str:
 def gpus(cfg: Config) -> str:
     """The GPUs that torch sees, their free memory, and the CPU cores for the ranks of this machine."""
     if not torch.cuda.is_available():
-        if cfg.device != "cpu":
-            raise UserWarning("none: the run trains on the CPU. Set device=cpu if that is intended")
-        return f"none: the run trains on {cores()} CPU cores"
+        text = f"none: the run trains on {cores()} CPU cores"
+        fixes = [] if cfg.device == "cpu" else ["Set device=cpu if that is intended"]
+        fixes += filter(None, [slow_precision(cfg, torch.device("cpu"))])
+        if fixes:
+            raise UserWarning(f"{text}. {'; '.join(fixes)}")
+        return text
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     free, total = torch.cuda.mem_get_info(0)
     text = f"{torch.cuda.device_count()} x {', '.join(names)}, {free / 1e9:.3g} of {total / 1e9:.3g} GB free; "
@@ -281,9 +285,8 @@ class RankChecks:
         sample = " ".join(corpus.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
         text = f'{corpus.source.describe()}, vocabulary {corpus.tokenizer.vocab_size:,}; first batch: "{sample}..."'
         text += "".join(f"; {label}: {files}" for label, files in corpus.source.contents.items())
-        if corpus.unknown > WARNED_UNKNOWN:
-            share = f"{corpus.unknown:.0%} of it is unknown to the tokenizer"
-            raise UserWarning(f"{text}. {share}: look at tokenizer.path")
+        if found := corpus.warnings(cfg):
+            raise UserWarning(f"{text}. {'; '.join(found)}")
         return text
 
     def step(self) -> str:

@@ -27,6 +27,7 @@ EPILOG = """The overrides for source and tokenizer are those of train.py.
 
 example: prepare_data.py data=local data.root=texts --train-tokenizer 8192 --output tokens"""
 OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # do not affect texts or tokens
+FEW_DOCUMENTS = 20  # for validation; a run reads only the beginning of each, unless it packs them
 TRAINING_TEXT = 4_000_000  # characters that train a tokenizer; more text takes longer and changes little
 say = partial(print, flush=True)
 
@@ -83,6 +84,10 @@ def run(given: argparse.Namespace, overrides: list[str], flags: list[str]) -> No
     for name in (ROWS_LEFT_OUT, SPECIAL_TOKENS):
         if name in made.contents:
             say(f"{name:<12}{made.contents[name]}")
+    documents = int(made.files(made.validation_shards)[:, 0].sum())
+    if documents < FEW_DOCUMENTS:
+        fix = "repeat the command with data.held_out=0.1 and another --output"
+        say(f"warning     {plural(documents, 'document')} of validation text cannot compare models: {fix}")
     say(f"\n    add to your command: data=tokens data.root={given.output}")
 
 

@@ -50,7 +50,7 @@ class Status:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f"step {self.step:,}"
-        loss = "" if self.loss is None else f"loss {self.loss:.3f}"
+        loss = "" if self.loss is None else f"training loss {self.loss:.3f}"
         return ", ".join(filter(None, [self.state, self.reason, step, loss]))
 
 
