@@ -6,8 +6,8 @@ The CUDA context, library workspaces and fragmentation are not included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE, sum_dtype
 
 META = torch.device("meta")
+USABLE_SHARE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 StateBytes = Callable[..., int]  # ``optim.optimizer.state_bytes``, which this room does not import
 
 
@@ -73,7 +74,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
         values = {name: torch.empty_like(p, dtype=state) for name, p in values.items()}
     alphas = strengths(model, cfg.dlr, like=model.lm_head.weight)
     optimized = {name: values[name] for name, p in model.named_parameters() if p.requires_grad} | alphas
-    residuals = _residual_bytes(cfg, model, values)
+    residuals = _residual_bytes(cfg, working, has_masters)
 
     positions, masked = (cfg.micro_batch(ranks), cfg.train.seq_len), cfg.data.mask_documents
     summed = cfg.train.global_batch > ranks * positions[0]  # over micro-batches
@@ -105,7 +106,7 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     model = build_model(cfg, vocab_size, META, working)
     shards = cfg.shards(ranks)
     local = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as in torch.chunk
-    residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), shards=shards)
+    residuals = _residual_bytes(cfg, state, shards=shards)
     trained = {name: local[name] for name, p in model.named_parameters() if p.requires_grad}
     trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
@@ -201,17 +202,19 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | None = None, shards: int = 1) -> int:
-    """Bytes that the residuals of ``model`` take in addition to its weights and their ``values`` (masters), if any.
+def _residual_bytes(cfg: Config, dtype: torch.dtype, masters: bool = False, shards: int = 1) -> int:
+    """Bytes that the residuals of a model in ``dtype`` take in addition to its weights and their masters, if any.
 
-    With several ``shards`` these are the bytes for the rows of rank 0.
+    With several ``shards`` these are the bytes for the rows of rank 0. Those of one block are counted.
     """
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual":
         return 0
+    model = build_model(replace(cfg, scale=replace(cfg.scale, num_layers=1)), 1, META, dtype)
     parameters = dict(model.named_parameters())
-    residuals = Residuals(model, cfg.dlr, values or parameters)
+    values = {name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    residuals = Residuals(model, cfg.dlr, values if masters else parameters)
     residuals.put_in()
     whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
     rows = {name: each.rows for name, each in entries(model, cfg.dlr).items()}
     local = sum(int((r < -(-len(parameters[name]) // shards)).sum()) for name, r in rows.items())
-    return whole + (residuals.nbytes() - whole) * local // sum(map(len, rows.values()))
+    return cfg.scale.num_layers * (whole + (residuals.nbytes() - whole) * local // sum(map(len, rows.values())))
