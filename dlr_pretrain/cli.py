@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from dlr_pretrain.config.identity import shorter_run
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, command, record_for_torchrun, report_error, say_once
+from dlr_pretrain.util.text import MAX_LINES
 
 # By the variable in which a launcher counts the processes that it starts: its name, and its command for one on each
 # node. The launchers of MPI start their own processes through srun, and srun may set the variable of PMI.
@@ -146,4 +148,8 @@ def _start(line: CommandLine, configs: list[Config], run: Callable[[Config], flo
         raise Stopped("stopped (asked to stop); what had begun is saved. The same command continues")
     if diverged:
         say_once(f"error: these jobs of the sweep diverged: {', '.join(diverged)}")
+    if configs and line.multirun and "slurm" not in launcher:
+        folders = shlex.join(str(cfg.run.dir) for cfg in configs[:MAX_LINES])
+        places = folders if len(configs) <= MAX_LINES else shlex.quote(configs[0].run.root)
+        say_once(f"compare     python scripts/report.py {places} --output report")
     return Diverged.exit_code if diverged else 0

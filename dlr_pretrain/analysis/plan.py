@@ -21,7 +21,6 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -87,9 +86,11 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
         return memory(with_rows(micro_batch), vocab_size, ranks, state_bytes)
 
     if auto:
-        sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-        fitting = bisect_right(sizes, USABLE_SHARE * GPU_BYTES, key=lambda size: memory_of(size).total)
-        auto, cfg = fitting > 0, with_rows(sizes[fitting - 1]) if fitting else cfg
+        some, room = cfg.micro_batch(ranks), USABLE_SHARE * GPU_BYTES
+        each = memory_of(some).activations / some  # more would exceed the room by the activations alone
+        sizes = (size for size in range(rows, 0, -1) if rows % size == 0 and size * each <= room)
+        fits = next((size for size in sizes if memory_of(size).total <= room), 0)
+        auto, cfg = fits > 0, with_rows(fits) if fits else cfg
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
     tokens, evaluations = cfg.train.steps * positions, -(-cfg.train.steps // cfg.eval.every)
