@@ -119,14 +119,22 @@ def act(given: argparse.Namespace) -> int:
 
 def read_works(given: argparse.Namespace) -> list[Work]:
     """The chosen items with their runs and the runs' present states."""
+    from .cost import remembered
     from .page import Work
 
+    write_to_stderr("reading the runs and counting what they take (kept for the next time) ...")
     jobs: dict[str, str] = {}
     with suppress(UserError):  # no SLURM here, or none that answers: only --submit needs it
         jobs = {} if given.local else queue()
     all_work = []
+    fixed = not given.local and not any(word.startswith("run=") for word in given.overrides)
+
+    def read(chosen: Sequence[paper.Item]) -> list[list[PlannedRun]]:
+        return [runs_of(item, given) for item in chosen]
+
     for item in given.items:
-        runs = runs_of(item, given)
+        given_by = {repr((item, given.overrides)): item}
+        (runs,) = remembered(given_by, read) if fixed else read([item])
         chosen = replace(item, scales=list(dict.fromkeys(run.cfg.scale.name for run in runs)))
         programs = chosen.programs(runs, given.output / item.name, given.sft_data, given.task_data)
         all_work.append(Work(chosen, runs, [status_of(run, jobs) for run in runs], list(programs)))
@@ -151,7 +159,6 @@ def show(all_work: Sequence[Work], given: argparse.Namespace, words: Sequence[st
     named = [given.gpu] if given.gpu in PEAK_FLOPS else [name for name in PEAK_FLOPS if given.gpu in name]
     if len(named) != 1:
         raise UserError(f"--gpu={given.gpu}: names {len(named)} GPUs. Choose from {', '.join(named or PEAK_FLOPS)}")
-    write_to_stderr("counting what the runs take ...")
     hours = hours_of((run for work in all_work for run in work.runs), named[0], given.mfu)
     for work in all_work:
         print(f"{work.item.name:<10} {work.item.title}")
