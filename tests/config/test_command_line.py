@@ -335,7 +335,9 @@ def test_a_sweep_goes_on_after_a_job_that_diverges(stub, tmp_path):
     assert done.returncode == 3
     assert [line.split()[0].rpartition("-")[2] for line in done.stdout.splitlines()] == ["s1", "s2", "s3"]
     folder = "runs/tiny-lowrank-dlr_off-s2"
-    assert done.stderr == f"error: step 3: not finite\nerror: these jobs of the sweep diverged: {folder}\n"
+    error, diverged, compare = done.stderr.splitlines()
+    assert (error, diverged) == ("error: step 3: not finite", f"error: these jobs of the sweep diverged: {folder}")
+    assert compare.split()[:3] == ["compare", "python", "scripts/report.py"] and folder in compare
     done = stub(ends(UserError("no disk"), seed=2), "-m", "+scale=tiny", "seed=1,2,3")
     assert (done.returncode, done.stderr, done.stdout.count("s3")) == (3, "error: no disk\n", 0)
     done = stub(well, "-m", "scale=1b,7b", RANK="0", WORLD_SIZE="2")

@@ -85,7 +85,6 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "checkpoint.keep_every=250": ["checkpoint.keep_every=250", "checkpoint.every=100. Try 200"],
     "data.bad_rows=skip": ["data.bad_rows=skip: would be ignored: data=sample. Leave it out"],
     "data.revision=main": ["data.revision=main: would be ignored: no text comes from the hub"],
-    "data.cache=/tmp": ["data.cache=/tmp: would be ignored: data=sample"],
     "train.lr_decay_steps=0 train.min_lr_ratio=0": ["train.min_lr_ratio=0.0: would be ignored", "lr_decay_steps=0"],
     "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
     "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
