@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import results
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
-from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
+from dlr_pretrain.config.arguments import at_least_1
+from dlr_pretrain.util.errors import EXIT_FAILED, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on by-branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]

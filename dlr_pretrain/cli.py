@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, key_of, read
@@ -22,6 +23,7 @@ from dlr_pretrain.config.identity import shorter_run
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, command, record_for_torchrun, report_error, say_once
+from dlr_pretrain.util.text import MAX_LINES
 
 # By the variable in which a launcher counts the processes that it starts: its name, and its command for one on each
 # node. The launchers of MPI start their own processes through srun, and srun may set the variable of PMI.
@@ -40,6 +42,9 @@ def main(run: Callable[[Config], float | None]) -> int:
 
 def _main(run: Callable[[Config], float | None]) -> int:
     line = read(sys.argv[1:])
+    if {"--help", "-h"} & {*line.flags}:
+        print(OmegaConf.load(CONFIG_DIR / "help.yaml").template, end="")
+        return 0
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
         raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun per job, or an array of jobs")])
@@ -48,13 +53,13 @@ def _main(run: Callable[[Config], float | None]) -> int:
     return _start(line, configs, run)
 
 
-def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
+def load(words: list[str], ranks: int | None = 1, machine: bool = True, flags: Collection[str] = ()) -> Config:
     """The checked configuration for overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
 
     ``ranks`` is None if their number is unknown. Without ``machine``, the configuration need not run on this machine:
-    see ``validate``.
+    see ``validate``. ``flags`` are those of the calling command: see ``read``.
     """
-    line = read(words)
+    line = read(words, flags)
     if line.multirun:
         raise ConfigError([Problem("-m", MISSING, "asks for several runs, where one is expected", "Leave it out")])
     (cfg,) = check(line, ranks, machine)
@@ -143,4 +148,8 @@ def _start(line: CommandLine, configs: list[Config], run: Callable[[Config], flo
         raise Stopped("stopped (asked to stop); what had begun is saved. The same command continues")
     if diverged:
         say_once(f"error: these jobs of the sweep diverged: {', '.join(diverged)}")
+    if configs and line.multirun and "slurm" not in launcher:
+        folders = shlex.join(str(cfg.run.dir) for cfg in configs[:MAX_LINES])
+        places = folders if len(configs) <= MAX_LINES else shlex.quote(configs[0].run.root)
+        say_once(f"compare     python scripts/report.py {places} --output report")
     return Diverged.exit_code if diverged else 0

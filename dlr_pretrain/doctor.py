@@ -38,12 +38,13 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.corpus import WARNED_UNKNOWN, Corpus, open_corpus
+from dlr_pretrain.train.corpus import Corpus, open_corpus
+from dlr_pretrain.train.device import slow_precision
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.micro_batch import planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.run import Run
-from dlr_pretrain.util.errors import Parser, UserError, command, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import SHARED_MEMORY, file_system, new_pool, read_metrics, require_durable
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.secrets import redact
@@ -57,21 +58,11 @@ LITTLE_SHARED_MEMORY = 1 << 30  # a container of Docker has 64 MB by default
 SLOW_NETWORK = 10e9  # bytes/s of a ring; slower GPUs communicate over sockets
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, 1 if a check failed, or that of a UserError."""
-    about = "Checks a machine, or under torchrun all ranks, for the run with these overrides. The run is not changed."
-    parser = Parser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
-    _, words = parser.parse_known_args(argv)
-    return command(lambda: 0 if sound(words) else 1)
+def sound(cfg: Config, words: list[str]) -> bool:
+    """Make all checks of ``cfg``, the configuration of ``words``, and print a line for each; whether none has failed.
 
-
-def sound(words: list[str]) -> bool:
-    """Make all checks, and print a line for each; returns whether none has failed.
-
-    Raises ConfigError if the configuration is invalid on every machine. If only this machine lacks something, such as a
-    file, that is a failed check, and the other checks still run.
+    If only this machine lacks something, such as a file, that is a failed check, and the other checks still run.
     """
-    cfg = load(words, world_size(), machine=False)
     is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     levels = []
 
@@ -151,9 +142,12 @@ def configuration(words: list[str]) -> str:
 def gpus(cfg: Config) -> str:
     """The GPUs that torch sees, their free memory, and the CPU cores for the ranks of this machine."""
     if not torch.cuda.is_available():
-        if cfg.device != "cpu":
-            raise UserWarning("none: the run trains on the CPU. Set device=cpu if that is intended")
-        return f"none: the run trains on {cores()} CPU cores"
+        text = f"none: the run trains on {cores()} CPU cores"
+        fixes = [] if cfg.device == "cpu" else ["Set device=cpu if that is intended"]
+        fixes += filter(None, [slow_precision(cfg, torch.device("cpu"))])
+        if fixes:
+            raise UserWarning(f"{text}. {'; '.join(fixes)}")
+        return text
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     free, total = torch.cuda.mem_get_info(0)
     text = f"{torch.cuda.device_count()} x {', '.join(names)}, {free / 1e9:.3g} of {total / 1e9:.3g} GB free; "
@@ -291,9 +285,8 @@ class RankChecks:
         sample = " ".join(corpus.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
         text = f'{corpus.source.describe()}, vocabulary {corpus.tokenizer.vocab_size:,}; first batch: "{sample}..."'
         text += "".join(f"; {label}: {files}" for label, files in corpus.source.contents.items())
-        if corpus.unknown > WARNED_UNKNOWN:
-            share = f"{corpus.unknown:.0%} of it is unknown to the tokenizer"
-            raise UserWarning(f"{text}. {share}: look at tokenizer.path")
+        if found := corpus.warnings(cfg):
+            raise UserWarning(f"{text}. {'; '.join(found)}")
         return text
 
     def step(self) -> str:

@@ -1,6 +1,6 @@
-"""Zero-shot accuracy of exported folders: ``python scripts/evaluate.py runs/<name>/folded --data DIR``.
+"""Zero-shot accuracy of exported folders. Several, such as a method's seeds, give a mean and standard deviation.
 
-Several folders, such as one method's seeds, give a mean and standard deviation. Under torchrun, GPUs share the work.
+Under torchrun, GPUs share the work.
 """
 
 import argparse
@@ -8,18 +8,17 @@ import json
 import sys
 from pathlib import Path
 
-import pandas as pd
-
-from dlr_pretrain.deploy.export import need
-from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
+from dlr_pretrain.config.arguments import Parser, at_least_1, texts
+from dlr_pretrain.config.run_folder import exported_folder
+from dlr_pretrain.util.errors import UserError, command, need
 from dlr_pretrain.util.files import read_json, write_durably
 
 
 def main() -> int:
-    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__, epilog="example: evaluate.py runs/my-run --tasks piqa boolq")
     add = parser.add_argument
-    add("folders", type=Path, nargs="+", metavar="folder", help="an exported folder, such as runs/<name>/folded")
-    add("--tasks", default="all", help="a comma-separated list (default: all six)")
+    add("folders", type=Path, nargs="+", metavar="folder", help="a run, or an exported folder")
+    add("--tasks", type=texts, default=["all"], metavar="TASK", help="such as piqa boolq (default: all six)")
     add("--data", type=Path, help="local <task>/<split>.jsonl instead of the hub")
     add("--limit", type=at_least_1, metavar="N", help="documents to read of each task, or of each subject of MMLU")
     add("--as-in-paper", action="store_true", help="end prompts and choices with </s>")
@@ -38,13 +37,16 @@ def run(given: argparse.Namespace) -> None:
             raise UserError(
                 f"--output={given.output}", "exists, and is not what this command wrote", "Name another file"
             ) from None
+    folders = [exported_folder(folder) for folder in given.folders]
     report: dict = {"harness": need("lm-eval", "eval"), "convention": "as_in_paper" if given.as_in_paper else "plain"}
     report |= {"data": str(given.data or "hub"), "limit": given.limit, "checkpoints": []}
+    import pandas as pd
+
     from dlr_pretrain.deploy import zero_shot
 
     tasks = zero_shot.load_tasks(given.tasks, given.data)
     how = {"max_length": given.context, "batch_size": given.batch_size}
-    for folder in given.folders:
+    for folder in folders:
         scores = zero_shot.evaluate(folder, tasks, given.as_in_paper, given.limit, **how)
         if scores is None:  # a rank other than the first
             continue

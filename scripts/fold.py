@@ -6,12 +6,15 @@ import re
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.errors import Parser, UserError, command
+from dlr_pretrain.config.arguments import Parser
+from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import read_metrics
+
+EXAMPLE = "example: fold.py runs/my-run/checkpoints/step_00001000 --dtype bfloat16"
 
 
 def main() -> int:
-    parser = Parser(description="Write a checkpoint's folded weights as a transformers folder.", allow_abbrev=False)
+    parser = Parser(description="Write a checkpoint's folded weights as a transformers folder.", epilog=EXAMPLE)
     add = parser.add_argument
     add("checkpoint", type=Path, help="<run>/checkpoints/step_*")
     add("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")

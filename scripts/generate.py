@@ -5,15 +5,16 @@ import math
 import sys
 from pathlib import Path
 
-from dlr_pretrain.deploy.export import continuation, open_folder
-from dlr_pretrain.deploy.sft import prompt_of
-from dlr_pretrain.util.errors import Parser, at_least_1, command
+from dlr_pretrain.config.arguments import Parser, at_least_1
+from dlr_pretrain.config.run_folder import exported_folder
+from dlr_pretrain.util.errors import command
 
 
 def main() -> int:
-    parser = Parser(description="Continue prompts. The text goes to standard output.", allow_abbrev=False)
+    example = "example: generate.py runs/my-run --prompt 'The house'"
+    parser = Parser(description="Continue prompts. The text goes to standard output.", epilog=example)
     add = parser.add_argument
-    add("folder", type=Path, help="what train.py, fold.py or sft.py wrote")
+    add("folder", type=Path, help="a run, or what train.py, fold.py or sft.py wrote")
     add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     add("--instruction", action="store_true", help="prompts are instructions for a folder that sft.py wrote")
     add("--max-new-tokens", type=at_least_1, default=100, metavar="N", help="(default: %(default)s)")
@@ -27,10 +28,14 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace) -> None:
+    folder = exported_folder(given.folder)
     import torch
     from transformers import set_seed
 
-    model, tokenizer = open_folder(given.folder)
+    from dlr_pretrain.deploy.export import continuation, open_folder
+    from dlr_pretrain.deploy.sft import prompt_of
+
+    model, tokenizer = open_folder(folder)
     how = {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
     if how["do_sample"]:
         how |= {"temperature": given.temperature, "top_p": given.top_p, "top_k": None}

@@ -5,30 +5,29 @@ is u + v: u = B^T g comes through B, and v = beta R g through the residual. Sour
 gradient paths.
 """
 
+from __future__ import annotations
+
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-import pandas as pd
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from dlr_pretrain.config import parse
+from dlr_pretrain.config.arguments import Parser, at_least_1
 from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.config.tree import Dlr
-from dlr_pretrain.deploy.fold import batches, validation_of
-from dlr_pretrain.models import Llama, build_model
-from dlr_pretrain.models.adapter import split
-from dlr_pretrain.models.layer import Layer, named_layers
-from dlr_pretrain.models.residual import add_, branch_, entries
-from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
-from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command
-from dlr_pretrain.util.tensors import ALPHA, IGNORE
+from dlr_pretrain.util.errors import UserError, command
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dlr_pretrain.models import Llama
+    from dlr_pretrain.models.layer import Layer
 
 
 def main() -> int:
     about = "The gradient's two paths to the latents of a run with DLR: a table, and <run>/gradient_paths.csv."
-    parser = Parser(description=about, allow_abbrev=False)
+    parser = Parser(description=about, epilog="example: gradient_paths.py runs/my-run --checkpoints last")
     parser.add_argument("run", type=Path, help="runs/<run>")
     parser.add_argument("--checkpoints", choices=("all", "last"), default="all", help="(default: all)")
     parser.add_argument("--sequences", type=at_least_1, default=32, help="of the run's validation text (default: 32)")
@@ -40,6 +39,14 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
     cfg = parse(read_config(folder))
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or not cfg.dlr.train_b:
         raise UserError(f"{folder}: dlr={cfg.dlr.name} lacks B or the residual as a path. Name a run with dlr=on")
+    import pandas as pd
+    import torch
+
+    from dlr_pretrain.deploy.fold import batches, validation_of
+    from dlr_pretrain.models import build_model
+    from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
+    from dlr_pretrain.util.tensors import ALPHA
+
     saved = sorted(directories(folder / "checkpoints")[: 1 if checkpoints == "last" else None])
     if not saved:
         raise UserError(f"{folder}: has no checkpoint. Name a run that has saved one")
@@ -73,6 +80,13 @@ def measure(
     ``isotropic`` is |beta R^T|_F / |B|_F: the ratio of root mean squares for a gradient without a preferred
     direction. ``model`` holds B, and computes with branches afterwards. ``learned`` holds the learned strengths.
     """
+    import torch
+
+    from dlr_pretrain.models.adapter import split
+    from dlr_pretrain.models.layer import named_layers
+    from dlr_pretrain.models.residual import add_, branch_, entries
+    from dlr_pretrain.util.tensors import ALPHA, IGNORE
+
     bs = {name: model.get_parameter(name).detach() for name in entries(model, dlr)}
     residuals = {name: torch.zeros_like(b) for name, b in bs.items()}
     add_(residuals if learned is None else residuals | {ALPHA: learned}, model, dlr)
@@ -110,6 +124,8 @@ def measure(
 
 def record(layer: Layer, names: list[str], outputs: dict[str, Tensor]) -> None:
     """Make ``layer`` put the outputs of its projections into ``outputs``, by their ``names``."""
+    import torch
+
     expand = layer.expand
 
     def recorded(z: Tensor) -> Tensor:

@@ -3,27 +3,31 @@
 python scripts/prepare_data.py data=c4_local data.root=/data/c4/en tokenizer.path=/data/spiece.model --output tokens
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.config.command_line import typed
-from dlr_pretrain.data.prepare import ROWS_LEFT_OUT, SPECIAL_TOKENS, make_tokens, plan
-from dlr_pretrain.data.sample import COVERAGE, MIN_COVERAGE, train_tokenizer
-from dlr_pretrain.data.sources import TextSource, open_source
-from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.data.tokens import TokenSource
-from dlr_pretrain.util.errors import Parser, UserError, at_least_1, command, share
+from dlr_pretrain.config.arguments import Parser, at_least_1, share
+from dlr_pretrain.config.command_line import read, typed
+from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import locked, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import plural
 
+if TYPE_CHECKING:
+    from dlr_pretrain.data.sources import TextSource
+
+EPILOG = """The overrides for source and tokenizer are those of train.py.
+
+example: prepare_data.py data=local data.root=texts --train-tokenizer 8192 --output tokens"""
 OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # do not affect texts or tokens
+FEW_DOCUMENTS = 20  # for validation; a run reads only the beginning of each, unless it packs them
 TRAINING_TEXT = 4_000_000  # characters that train a tokenizer; more text takes longer and changes little
 say = partial(print, flush=True)
 
@@ -32,22 +36,30 @@ def main() -> int:
     parser = Parser(
         description="Tokenise a data source into shards that data=tokens reads. The same command continues it.",
         usage="%(prog)s data=... [data.key=value ...] [tokenizer.path=...] --output FOLDER [--workers N]",
-        epilog="The overrides for source and tokenizer are those of train.py.",
+        epilog=EPILOG,
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
     add("--workers", type=at_least_1, default=cores(), help="processes (default: %(default)s)")
     about_model = "use a sentencepiece model of this many tokens, trained on the first shards: <output>.<TOKENS>.model"
     add("--train-tokenizer", type=at_least_1, metavar="TOKENS", help=about_model)
-    about = "share of the text's characters that its tokens can express (default: %(default)s)"
-    add("--character-coverage", type=coverage, default=COVERAGE, metavar="SHARE", help=about)
+    about = "share of the text's characters that its tokens can express, from 0.98 to 1 (default: 0.9999)"
+    add("--character-coverage", type=share, metavar="SHARE", help=about)
     given, overrides = parser.parse_known_args()
-    return command(lambda: run(given, overrides))
+    return command(lambda: run(given, overrides, parser.flags))
 
 
-def run(given: argparse.Namespace, overrides: list[str]) -> None:
+def run(given: argparse.Namespace, overrides: list[str], flags: list[str]) -> None:
+    refuse_unused(overrides, flags)
     cfg = load([*overrides, "logger=jsonl"])  # the default logger needs a package that this command does not
-    refuse_unused(overrides)
+
+    from tqdm import tqdm
+
+    from dlr_pretrain.data.prepare import ROWS_LEFT_OUT, SPECIAL_TOKENS, make_tokens, plan
+    from dlr_pretrain.data.sources import TextSource, open_source
+    from dlr_pretrain.data.tokenizer import open_tokenizer
+    from dlr_pretrain.data.tokens import TokenSource
+
     source = None if cfg.data.source == "tokens" else open_source(cfg, say)
     if not isinstance(source, TextSource):
         raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
@@ -58,7 +70,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
         with locked(given.output):  # another process may train it
             path = own_tokenizer(source, given.output, given.train_tokenizer, given.character_coverage)
         cfg.tokenizer.path = str(path)
-    elif given.character_coverage != COVERAGE:
+    elif given.character_coverage is not None:
         raise UserError("--character-coverage is for --train-tokenizer. Add this, or leave it out")
     tokenizer = open_tokenizer(cfg, source)
     say(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} tokens")
@@ -72,18 +84,20 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     for name in (ROWS_LEFT_OUT, SPECIAL_TOKENS):
         if name in made.contents:
             say(f"{name:<12}{made.contents[name]}")
+    documents = int(made.files(made.validation_shards)[:, 0].sum())
+    if documents < FEW_DOCUMENTS:
+        fix = "repeat the command with data.held_out=0.1 and another --output"
+        say(f"warning     {plural(documents, 'document')} of validation text cannot compare models: {fix}")
     say(f"\n    add to your command: data=tokens data.root={given.output}")
 
 
-def coverage(text: str) -> float:
-    """Converts --character-coverage."""
-    if share(text) < MIN_COVERAGE:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number from {MIN_COVERAGE} to 1")
-    return float(text)
-
-
-def own_tokenizer(source: TextSource, output: Path, size: int, coverage: float) -> Path:
+def own_tokenizer(source: TextSource, output: Path, size: int, coverage: float | None) -> Path:
     """The sentencepiece model beside ``output``, trained on the first texts of ``source`` unless it exists."""
+    from dlr_pretrain.data.sample import COVERAGE, MIN_COVERAGE, train_tokenizer
+
+    coverage = coverage or COVERAGE
+    if coverage < MIN_COVERAGE:
+        raise UserError(f"--character-coverage={coverage:g}", f"must be a number from {MIN_COVERAGE} to 1")
     path = output.with_name(f"{output.name}.{size}{'' if coverage == COVERAGE else f'-{coverage:g}'}.model")
     if path.exists():
         say(f"using the tokenizer that was trained earlier: {path}")
@@ -106,10 +120,11 @@ def own_tokenizer(source: TextSource, output: Path, size: int, coverage: float) 
     return path
 
 
-def refuse_unused(overrides: list[str]) -> None:
-    """Raise ConfigError for keys that do not affect texts or tokens."""
-    given = typed([word for word in overrides if "=" in word and not word.startswith("-")])
-    problems = [
+def refuse_unused(overrides: list[str], flags: list[str]) -> None:
+    """Raise ConfigError for words that are wrong, and for keys that do not affect texts or tokens."""
+    line = read(overrides, flags)
+    given = typed([word for word in line.words if "=" in word])
+    problems = line.problems + [
         Problem(key, value, "does not affect texts or tokens", "Leave it out, and give it to train.py")
         for key, value in given.items()
         if key in OF_RUNS or key.split(".")[0] not in ("data", "tokenizer")

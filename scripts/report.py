@@ -5,14 +5,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.errors import Parser, command, say
+from dlr_pretrain.config.arguments import Parser
+from dlr_pretrain.util.errors import command, say
+
+EPILOG = """Means are over finished seeds of one configuration. Runs that are unfinished, damaged, duplicated or
+different are named. dlr-reproduce shows the paper's tables.
+
+example: report.py runs --output report"""
 
 
 def main() -> int:
     parser = Parser(
         description="Tables and curves of runs, their numbers, and one self-contained page.",
-        epilog="Means are over finished seeds of one configuration. Runs that are unfinished, damaged, duplicated or "
-        "different are named. dlr-reproduce shows the paper's tables.",
+        epilog=EPILOG,
     )
     output = "for report.html, report.md, numbers.csv, tables, figures"
     parser.add_argument("places", nargs="+", metavar="place", help="a run directory, a folder of them, or a glob")

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dlr_pretrain.config.arguments import OVERRIDES, Parser, at_least_1, integers
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.status import status_of
 from dlr_pretrain.launch.submit import start
-from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, say
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command, say
 from dlr_pretrain.util.files import claim
 
 EPILOG = """examples:
@@ -33,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
         "submit.py", "%(prog)s [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]",
-        "Train a table of runs as one SLURM job array, or on this machine.", EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "Train a table of runs as one SLURM job array, or on this machine.", EPILOG, keys=OVERRIDES,
     )  # fmt: skip
     add = parser.add_argument
     add("what", nargs="+", help="a runs file, and overrides of train.py in Hydra's sweep grammar")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
     add("--report", type=Path, metavar="DIR", help="write the report of the table's runs, as report.py does")
     confirm = "then train fresh seeds (such as 44,45,46) at each method's chosen rate, and report these"
-    add("--confirm", metavar="SEEDS", help=f"with --report: {confirm}")
+    add("--confirm", type=integers, metavar="SEEDS", help=f"with --report: {confirm}")
     cut = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse_intermixed_args(argv[:cut])
     given.for_sbatch = argv[cut + 1 :]
@@ -62,7 +62,7 @@ def act(given: argparse.Namespace, words: str) -> int:
     if given.report and not given.status:
         claim(given.report, "report.py")
     runs = load_runs(read_table(given.what), machine=given.local)
-    if both := {str(run.cfg.seed) for run in runs} & {*(given.confirm or "").split(",")}:
+    if both := {str(run.cfg.seed) for run in runs} & {*map(str, given.confirm or ())}:
         raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
     start(runs, given)
     if given.report and not given.status:
@@ -92,7 +92,7 @@ def confirming(runs: Sequence[PlannedRun], given: argparse.Namespace) -> list[Pl
     chosen = chosen_runs(given.report)
     lines = [
         replace(run.line, words=(*(word for word in run.line.words if key_of(word) != "seed"), f"seed={seed}"))
-        for run in runs if str(run.dir) in chosen for seed in given.confirm.split(",")
+        for run in runs if str(run.dir) in chosen for seed in given.confirm
     ]  # fmt: skip
     return load_runs(lines, machine=given.local) if lines else []
 

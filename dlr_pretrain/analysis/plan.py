@@ -9,9 +9,9 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     memory            bytes on one GPU, for eager code, see ``models.memory``; total is the peak
     disk              checkpoint: its bytes; to write it, all ranks together pin as many bytes of host memory.
                       run: the most bytes on the disk at any time, reached while a checkpoint is being written
-    batch             ranks, shards (of a copy of the state), global_batch, micro_batch, auto (whether a run on a GPU
-                      chooses its own; micro_batch is then the scale's), micro_batches (per rank and update), seq_len,
-                      positions
+    batch             ranks, shards (of a copy of the state), global_batch, micro_batch, auto (whether it is the largest
+                      that the plan fits into the memory of ``speed.gpu``), micro_batches (per rank and update),
+                      seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
     evaluations       count; tokens of each at most; share (of the FLOPs of training, forward alone, without padding)
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours, and waiting: the seconds of an update in
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -31,16 +31,17 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import GPUS_A_NODE
 from dlr_pretrain.models.adapter import split
-from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token, parameter_counts
+from dlr_pretrain.models.flops import PEAK_FLOPS, by_depth, flops_per_token, parameter_counts
 from dlr_pretrain.models.layer import ALIGNMENT
 from dlr_pretrain.models.llama import build_model
-from dlr_pretrain.models.memory import memory
+from dlr_pretrain.models.memory import USABLE_SHARE, Memory, memory
 from dlr_pretrain.models.residual import strengths
 from dlr_pretrain.optim.optimizer import checkpoint_bytes, state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill, plural
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
+GPU_BYTES = 80e9
 # Utilisation (MFU): what the paper's number for CoLA + DLR at 1b implies, and what our step with CoLA has reached on an
 # H100 (benchmarks/gpu.md) at 60m and at 1b, by their hidden sizes.
 LEAST_MFU, MFU_AT_60M, MFU_AT_1B = 0.11, 0.21, 0.40
@@ -52,6 +53,7 @@ HOST_SECONDS = {"ddp": 2.9e-3, "fsdp": 4.6e-3, "hsdp": 5.1e-3}
 NVLINK, NETWORK = 360e9, 40e9
 # Seconds per step within a node and between nodes, from NCCL's own model (tuning.cc, protocol LL128).
 RING, TREE = (1.9e-6, 4.0e-6), (1.2e-6, 8.5e-6)
+CAUSES = "The lower MFU is what the paper's throughput implies, the higher what our step with CoLA has reached."
 # Measured by tests/fakegpu for cola with DLR, with micro-batches of 64 and of 16 sequences.
 COMPILED = "compiled code takes less, for example 0.75 of the peak at 60m and 0.82 at 1b"
 
@@ -74,6 +76,21 @@ def utilisations(cfg: Config, flops: float, ranks: int = 1) -> tuple[float, floa
 def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
     """The plan of ``cfg`` on ``ranks`` GPUs, as described above; its speed at ``mfu`` or at ``utilisations``."""
     vocab_size = cfg.planned_vocab_size
+    auto, rows = cfg.train.micro_batch == "auto" and cfg.device != "cpu", cfg.train.global_batch // ranks
+
+    def with_rows(micro_batch: int) -> Config:
+        return replace(cfg, train=replace(cfg.train, micro_batch=micro_batch))
+
+    @cache
+    def memory_of(micro_batch: int) -> Memory:
+        return memory(with_rows(micro_batch), vocab_size, ranks, state_bytes)
+
+    if auto:
+        some, room = cfg.micro_batch(ranks), USABLE_SHARE * GPU_BYTES
+        each = memory_of(some).activations / some  # more would exceed the room by the activations alone
+        sizes = (size for size in range(rows, 0, -1) if rows % size == 0 and size * each <= room)
+        fits = next((size for size in sizes if memory_of(size).total <= room), 0)
+        auto, cfg = fits > 0, with_rows(fits) if fits else cfg
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
     tokens, evaluations = cfg.train.steps * positions, -(-cfg.train.steps // cfg.eval.every)
@@ -86,14 +103,14 @@ def plan(cfg: Config, ranks: int, mfu: float | None = None) -> dict:
         "parameters": parameters(cfg, vocab_size),
         "flops_per_token": flops,
         "flops_total": flops * tokens,
-        "memory": asdict(memory(cfg, vocab_size, ranks, state_bytes)),
+        "memory": asdict(memory_of(micro_batch)),
         "disk": disk_bytes(cfg, vocab_size),
         "batch": {
             "ranks": ranks,
             "shards": cfg.shards(ranks),
             "global_batch": batch,
             "micro_batch": micro_batch,
-            "auto": cfg.train.micro_batch == "auto" and cfg.device != "cpu",
+            "auto": auto,
             "micro_batches": batch // ranks // micro_batch,
             "seq_len": cfg.train.seq_len,
             "positions": positions,
@@ -117,12 +134,15 @@ def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
 
 def state_and_moments(cfg: Config, vocab_size: int, alignment: int = ALIGNMENT) -> int:
     """Bytes of a checkpoint: the values and the optimizer's state. ``alignment`` 1 leaves padding out."""
-    device, dtype = torch.device("meta"), STATE_DTYPE[cfg.precision.name]
-    model = build_model(cfg, vocab_size, device, dtype, alignment=alignment)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    state |= strengths(model, cfg.dlr, like=model.lm_head.weight)
-    return checkpoint_bytes(cfg.optimizer, state, trained, partial(split, model))
+
+    def count(shallow: Config) -> dict[str, int]:
+        model = build_model(shallow, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name], True, alignment)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        state |= strengths(model, cfg.dlr, like=model.lm_head.weight)
+        return {"bytes": checkpoint_bytes(cfg.optimizer, state, trained, partial(split, model))}
+
+    return by_depth(count, cfg)["bytes"]
 
 
 def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
@@ -215,7 +235,7 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps}; {amount(p['tokens'])} tokens, padding included"
     checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB per checkpoint, and as much host memory over all ranks"
     yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at most"
-    auto = " (a run uses the largest that fits)" if batch["auto"] else ""
+    auto = f" (the largest that fits into {GPU_BYTES / 1e9:.0f} GB)" if batch["auto"] else ""
     size = f"for micro-batches of {batch['micro_batch']}{auto}"
     yield "memory", f"of one GPU in GB, {size}, counted for eager code; {COMPILED}"
     for part, size in p["memory"].items():
@@ -234,3 +254,5 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
             share = e["waiting"] * e["tokens_per_second"] / batch["positions"]
             waiting = f"  +{share:.0%} waiting" if share >= 0.005 else ""
             yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {_time(e['hours']):>16}{waiting}"
+        if len(speed["estimates"]) > 1:
+            yield "", CAUSES

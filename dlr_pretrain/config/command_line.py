@@ -11,7 +11,7 @@ import argparse
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,11 +28,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dlr_pretrain.config.arguments import OVERRIDES, no_flag
 from dlr_pretrain.config.identity import identity, run_folder
 from dlr_pretrain.config.key import is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, OPEN_GROUPS, ROOT, SECTIONS, Config
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, Config
 from dlr_pretrain.config.values import flatten, parse, to_dict
 from dlr_pretrain.util.errors import first_line
 
@@ -58,10 +59,11 @@ class CommandLine:
         return not (self.flags or self.multirun or any(_is_hydras(key_of(word)) for word in self.words))
 
 
-def read(argv: list[str]) -> CommandLine:
+def read(argv: list[str], flags: Collection[str] = ()) -> CommandLine:
     """Parse a command line and normalise its words. A later word replaces an earlier word for the same key.
 
-    Raises ConfigError if the folder given by ``--config-dir`` does not exist. All other problems are in the result.
+    ``flags`` are those that a command has beside Hydra's, for the fix of an unknown one. Raises ConfigError if the
+    folder given by ``--config-dir`` does not exist. All other problems are in the result.
     """
     given, rest = _flags().parse_known_args(argv)
     line = CommandLine(
@@ -78,15 +80,14 @@ def read(argv: list[str]) -> CommandLine:
     if given.config_dir is not None and not Path(given.config_dir).is_dir():
         raise ConfigError([Problem("--config-dir", given.config_dir, "no such folder")])
     loose = []
-    for word in rest:
+    for i, word in enumerate(rest):
         if word.startswith("-"):
-            fix = did_you_mean(word.lstrip("-").partition("=")[0].replace("-", "_"), [*GROUPS, *KEYS], "See --help")
-            line.problems.append(Problem(word, MISSING, "not a flag of this command", fix))
+            line.problems.append(no_flag(rest[i:], flags, OVERRIDES))
         elif len(word.splitlines()) > 1:
             line.problems.append(Problem(key_of(word), repr(word.partition("=")[2]), "contains a line break"))
         elif word.startswith("~") or ("=" in word and key_of(word)):
             _add(word, line)
-        else:
+        elif i == 0 or not rest[i - 1].startswith("-"):  # else it is the flag's value
             loose.append(word)
     if loose:
         rule, fix = "not of the form key=value", "Write key=value, without spaces around ="
@@ -164,7 +165,8 @@ def _option(group: str, value: str, line: CommandLine) -> str:
     for option in value.split(","):
         name = option.strip(" '\"")
         if name not in known:
-            fix = f"Write data=local data.root={name}" if group == "data" and "/" in name else did_you_mean(name, known)
+            fix = did_you_mean(name, known, written=f"{group}={{}}".format)
+            fix = f"Write data=local data.root={name}" if group == "data" and "/" in name else fix
             line.problems.append(Problem(group, name, "must be one of " + ", ".join(known), fix))
         chosen.append(name if name in known else nearest(name, known))
     return f"{group}={','.join(chosen)}" if set(chosen) <= {*known} else ""
@@ -276,15 +278,10 @@ def configure(
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     given = set(typed(words))
-    problems: list[Problem] = []
     try:
-        cfg = parse(_resolved(composed), given)
+        cfg = parse(_resolved(composed), given, line.problems)
     except OmegaConfBaseException as error:
-        problems = [Problem(str(error.full_key), MISSING, first_line(error))]
-    except ConfigError as error:
-        problems = error.problems
-    if line.problems or problems:
-        raise ConfigError(line.problems + problems)
+        raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
         cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *_changed(cfg, choices, given, line)))

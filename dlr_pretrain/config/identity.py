@@ -14,13 +14,15 @@ import yaml
 
 from dlr_pretrain.config.key import Key, is_value, section
 from dlr_pretrain.config.problems import as_typed
-from dlr_pretrain.config.run_folder import read_record
-from dlr_pretrain.config.tree import CONFIG_DIR, KEYS, OPEN_GROUPS, SECTIONS, Config
+from dlr_pretrain.config.run_folder import MANIFEST, read_record
+from dlr_pretrain.config.tree import CONFIG_DIR, KEYS, OPEN_GROUPS, SECTIONS, Config, keys_in
 from dlr_pretrain.config.values import all_keys, flatten, to_dict
 from dlr_pretrain.util.errors import UserError
 
 ORIGIN = {name for name, key in KEYS.items() if key.origin}
 TEXT = ("data.shards", "tokenizer.pieces", *(name for name, key in KEYS.items() if key.evaluates))
+HASHED = {"data.shards": "another text", "tokenizer.pieces": "another tokenizer", "weights": "other weights",
+          "run.start_from.weights": "other weights", "texts": "other rows"}  # fmt: skip
 
 
 def identity(cfg: Config) -> dict[str, object]:
@@ -31,10 +33,12 @@ def identity(cfg: Config) -> dict[str, object]:
     return json.loads(json.dumps({name: v for name, v in flatten(tree).items() if not keys[name].changes}))
 
 
-def facts(name: str, keys: Mapping[str, Key]) -> Key:
+def facts(name: str, keys: Mapping[str, Key] = KEYS) -> Key:
     """What is true of an entry of an identity: of its key, or of the section under whose name a run records it."""
-    shared: Key = getattr(SECTIONS.get(name.partition(".")[0]), "shared", section())
-    return keys.get(name, shared)
+    group = name.partition(".")[0]
+    shared: Key = getattr(SECTIONS.get(group), "shared", section())
+    of_group = keys_in(group, SECTIONS[group]) if group in OPEN_GROUPS else {}
+    return keys.get(name) or of_group.get(name, shared)
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
@@ -60,10 +64,14 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
 
 
 def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
-    """The result of ``differences`` as text."""
-    return between.join(
-        f"{name}: {as_typed(there)} there, {as_typed(here)} here" for name, (there, here) in changed.items()
-    )
+    """The result of ``differences`` as text. Hashes stand for files, which the manifests of the runs name."""
+
+    def described(name: str, there: object, here: object) -> str:
+        if re.fullmatch(r"[0-9a-f]{16,64}", str(there)):
+            return f"{name}: {HASHED.get(name, 'other contents')} than there (see {MANIFEST})"
+        return f"{name}: {as_typed(there)} there, {as_typed(here)} here"
+
+    return between.join(described(name, *values) for name, values in changed.items())
 
 
 def shorter_run(cfg: Config) -> str:

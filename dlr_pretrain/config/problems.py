@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -47,16 +47,17 @@ class ConfigError(UserError):
 
 
 @cache
-def synonyms() -> dict[str, str]:
-    """Other trainers' keys, each with our key or with advice (which has spaces); read from ``foreign.yaml``."""
+def synonyms() -> dict[str, list[str]]:
+    """Words of other trainers, each with ours or with advice (which has spaces); read from ``foreign.yaml``."""
     foreign = yaml.safe_load(resources.files(__package__).joinpath("foreign.yaml").read_text(encoding="utf-8"))
-    return {name: meant for meant, names in foreign.items() for name in names.split()}
+    pairs = [(name, meant) for meant, names in foreign.items() for name in names.split()]
+    return {name: [meant for other, meant in pairs if other == name] for name, _ in pairs}
 
 
-def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
-    """A fix that names the nearest known name or gives advice; ``otherwise`` if none is near."""
+def did_you_mean(name: str, known: Collection[str], otherwise: str = "", written: Callable[[str], object] = str) -> str:
+    """A fix that names the nearest known name, as it is ``written``, or gives advice; ``otherwise`` if none is near."""
     near = nearest(name, known) or otherwise
-    return f"Did you mean {near}?" if near in known else near
+    return f"Did you mean {written(near)}?" if near in known else near
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -67,9 +68,9 @@ def nearest(name: str, known: Collection[str]) -> str:
     name = name.lower()
     leaf = name.rpartition(".")[2]
     for written in (name, leaf):
-        meant = synonyms().get(written, "")
-        if name not in known and (meant in known or " " in meant):
-            return meant
+        meant = [ours for ours in synonyms().get(written, []) if ours in known or " " in ours]
+        if meant and name not in known:
+            return meant[0]
     if leaf in known:
         return leaf
 

@@ -34,6 +34,16 @@ def require_run_folder(run_dir: Path, cache: str | None = None) -> None:
     refuse_foreign(run_dir, "run.dir", "run", ours, expected)
 
 
+def exported_folder(folder: Path) -> Path:
+    """The exported ``folder``, or that of the run in ``folder``. Raises UserError if there is none."""
+    if export := next((each for each in (folder, folder / "folded") if (each / "config.json").is_file()), None):
+        return export
+    saved = [folder] if folder.name.startswith("step_") else sorted(folder.glob("checkpoints/step_*"))
+    fix = f"Fold a checkpoint: python scripts/fold.py {saved[-1]}" if saved else "Name runs/<name>/folded"
+    rule = "has no config.json, which an export has" if folder.is_dir() else "no such folder"
+    raise UserError(folder, rule, fix)
+
+
 def read_config(run_dir: Path) -> dict:
     """The mapping in ``run_dir/config.yaml``. Raises UserError if the file is missing or damaged."""
     path = run_dir / "config.yaml"

@@ -149,7 +149,7 @@ class Data:
         None,
         path=True,
         changes=True,
-        read_if=FILES,
+        read_if={"data.source": ("local", "sample")},
     )
     root: str | None = key(
         "folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", path=True, origin=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dlr_pretrain.config.key import Key, is_value, keys_of
@@ -64,13 +64,29 @@ def all_keys(tree: Mapping) -> dict[str, Key]:
     return keys
 
 
-def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
+def parse(tree: Mapping, typed: Collection[str] | None = None, problems: Sequence[Problem] = ()) -> Config:
     """The ``Config`` of a composed or a written mapping. Raises ConfigError with the problems of all keys.
 
-    ``typed`` are the keys of a command line, which cannot set fixed keys (None: a run wrote the mapping). A missing key
-    gets its default if that is a plain value.
+    ``typed`` are the keys of a command line, which cannot set fixed keys (None: a run wrote the mapping), and
+    ``problems`` are those of its words. A missing key gets its default if that is a plain value. The classes of
+    backbone and optimizer, which import torch, are not imported for words that are wrong without them.
     """
-    keys, given = all_keys(tree), flatten(tree)
+    given, words = flatten(tree), set(typed or ())
+    of_options = {name for name in given if name.partition(".")[0] in OPEN_GROUPS}
+    if not of_options & words:
+        _, wrong = _read(KEYS | dict.fromkeys(of_options, Key(object)), given, tree, typed)
+        if (problems or wrong) and words.issuperset(problem.key for problem in wrong):  # none is a recipe's
+            raise ConfigError([*problems, *wrong])
+    values, wrong = _read(all_keys(tree), given, tree, typed)
+    if problems or wrong:
+        raise ConfigError([*problems, *wrong])
+    return _build(values)
+
+
+def _read(
+    keys: Mapping[str, Key], given: Mapping[str, Any], tree: Mapping, typed: Collection[str] | None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The values of all ``keys``, from those ``given`` or the defaults, and the problems."""
     problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
     values: dict[str, Any] = {}
     for name, key in keys.items():
@@ -91,9 +107,7 @@ def parse(tree: Mapping, typed: Collection[str] | None = None) -> Config:
         if name in keys and keys[name].fixed:
             fix = f"Choose another option: {name.partition('.')[0]}=<option>"
             problems.append(Problem(name, given.get(name), "can only be set by an option", fix))
-    if problems:
-        raise ConfigError(problems)
-    return _build(values)
+    return values, problems
 
 
 def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:
@@ -125,4 +139,4 @@ def _refused(name: str, value: object, key: Key) -> Problem:
         return Problem(name, value, rule, f"Write {', or '.join(fixes)}")
     if kind is str and isinstance(value, (int, float)):
         return Problem(name, value, rule, f"Quote it: \"{name}='...'\"")
-    return Problem(name, value, rule, did_you_mean(str(value), words))
+    return Problem(name, value, rule, did_you_mean(str(value), words, written=f"{name}={{}}".format))

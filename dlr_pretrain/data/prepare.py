@@ -32,14 +32,14 @@ from tqdm import tqdm
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import tokens
 from dlr_pretrain.data.detect import as_read, format_of, is_compressed
-from dlr_pretrain.data.files import File, user_cache
+from dlr_pretrain.data.files import File
 from dlr_pretrain.data.formats import WHOLE, Part
 from dlr_pretrain.data.sources import TextSource, nothing_remains
 from dlr_pretrain.data.streams import token_dtype, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError, file_error, first_line, naming
-from dlr_pretrain.util.files import draft_of, locked, new_pool, refuse_foreign, sync, write_durably
+from dlr_pretrain.util.files import draft_of, locked, new_pool, refuse_foreign, sync, user_cache, write_durably
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import amount, plural, shortened
 

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from dlr_pretrain.data.files import created_atomically, user_cache
+from dlr_pretrain.data.files import created_atomically
 from dlr_pretrain.data.tokenizer import valid_text
 from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.files import user_cache
 from dlr_pretrain.util.process import cores
 
 VERSION = 4  # of the harvest

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.config.run_folder import exported_folder
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.adapter import load_
@@ -294,9 +295,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
     AutoConfig.register(LowRankLlamaConfig.model_type, LowRankLlamaConfig, exist_ok=True)
     AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM, exist_ok=True)
-    if not (folder / "config.json").is_file():
-        example = "such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
-        raise UserError(f"{folder}: has no config.json. Name a folder that an export wrote, {example}")
+    folder = exported_folder(folder)
     _register_layer(folder)
     disable_progress_bar()
     lenient = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False}
@@ -410,12 +409,3 @@ def continuation(tokenizer, prompt, written) -> str:
     """
     before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, written))
     return whole.removeprefix(before)
-
-
-def need(package: str, extra: str) -> str:
-    """The installed version of ``package``, a dependency of ``extra``. Raises UserError if it is absent."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        fix = f'Install it with: pip install -e ".[{extra}]"'
-        raise UserError(f"this command needs {package}, which is not installed. {fix}") from None

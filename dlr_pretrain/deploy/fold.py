@@ -77,8 +77,8 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
         raise UserError(f"{error}. {alternative}") from error
     trained = record.get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:  # the perplexity would not be comparable with the run's
-        rule = f"data.shards={source.fingerprint[:12]} instead of the run's {trained[:12]} in {MANIFEST}"
-        raise UserError(f"{source.describe()}: the text has changed ({rule}). Restore the run's text; {alternative}")
+        rule = f"the text has changed since the run, whose {MANIFEST} names its files"
+        raise UserError(source.describe(), rule, f"Restore the run's text; {alternative}")
     return validation_set(limited, source, load_tokenizer(run / "tokenizer"))
 
 

@@ -17,10 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dlr_pretrain.config.identity import describe_differences
-from dlr_pretrain.deploy.export import draft_folder, open_folder, written_whole
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import copy_file, read_json, refuse_foreign, sha256_of, write_text
 
@@ -75,7 +72,10 @@ def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32
     has written stays as it is. Under torchrun every rank calls this. Raises UserError if a loss is not finite, or if
     ``output`` holds anything else.
     """
+    import torch
     from trl import SFTConfig, SFTTrainer
+
+    from dlr_pretrain.deploy.export import draft_folder, open_folder, written_whole
 
     setting: dict[str, Any] = PROTOCOL | settings | {"seed": seed, "bf16": not fp32, "gradient_checkpointing": False}
     made_from = {"source": str(folder), "rows": len(rows), "batch": batch, **digests(folder, rows)}

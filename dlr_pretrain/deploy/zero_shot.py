@@ -37,13 +37,13 @@ class EndsEachText(HFLM):
         return [*super().tok_encode(string, *given, **named), self.tokenizer.eos_token_id]
 
 
-def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
-    """The harness's tasks for each name in a comma-separated list (or "all"), with documents from ``data`` or the hub.
+def load_tasks(given: list[str], data: Path | None = None) -> dict[str, dict]:
+    """The harness's tasks for each name in a list (or "all"), with documents from ``data`` or the hub.
 
     ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. Only the
     split with the questions is read, because no example precedes a question. Raises UserError for an unknown name.
     """
-    names = list(TASKS) if given == "all" else [name.strip() for name in given.split(",")]
+    names = list(TASKS) if given == ["all"] else given
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--tasks: {unknown[0]!r} is not a task. Choose from {', '.join(TASKS)}, or all")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

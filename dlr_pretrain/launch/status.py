@@ -50,7 +50,7 @@ class Status:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f"step {self.step:,}"
-        loss = "" if self.loss is None else f"loss {self.loss:.3f}"
+        loss = "" if self.loss is None else f"training loss {self.loss:.3f}"
         return ", ".join(filter(None, [self.state, self.reason, step, loss]))
 
 
@@ -67,7 +67,7 @@ def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
 
 def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
     record = read_record(run.dir)
-    changed = differences(record.get("identity", {}), identity(run.cfg))
+    changed = differences(record["identity"], identity(run.cfg)) if record else {}
     if changed and "saved" in record:
         return "failed", f"its directory holds another run: {describe_differences(changed)}"
     said = {} if changed else record.get("state", {})

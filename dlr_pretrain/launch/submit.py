@@ -43,6 +43,8 @@ def start(runs: Sequence[PlannedRun], given: argparse.Namespace) -> None:
         require_run_folder(run.dir, run.cfg.data.cache)
     if due and given.local and not given.status:
         train_here(due, given.limit or 1)
+        if not getattr(given, "report", True):
+            print("compare     the same command with --report DIR")
     elif due and not given.local:
         print(submit(runs, due, given))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -41,19 +42,33 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
     """
     d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
     cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
-    first, last = (_products(cfg, vocab_size, micro_batch, layers) for layers in (min(depth, 2), min(depth, 3)))
-    products = last + max(depth - 3, 0) * (last - first)  # blocks are equal from the second on
+    products = by_depth(lambda shallow: _products(shallow, vocab_size, micro_batch), cfg)["products"]
     return products / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
 
 
-def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -> int:
-    """FLOPs of all products of a micro-batch except those of attention, with ``num_layers`` blocks."""
-    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
+def by_depth(count: Callable[[Config], dict[str, int]], cfg: Config) -> dict[str, int]:
+    """``count`` of ``cfg`` from models of two and of three blocks: blocks are equal from the second on.
+
+    Each number grows by the same amount with each block. A ``peak`` of bytes does so, too, once it grows by as much as
+    "activations" or "gradients", which a backward pass frees and allocates; before, the whole model is counted.
+    """
+    depth = cfg.scale.num_layers
+    if depth > 3:
+        two, three = (count(replace(cfg, scale=replace(cfg.scale, num_layers=blocks))) for blocks in (2, 3))
+        more = {name: three[name] - two[name] for name in two}
+        if "peak" not in more or more["peak"] == max(more["activations"], 0 if more["held"] else more["gradients"]):
+            return {name: three[name] + (depth - 3) * more[name] for name in more}
+    return count(cfg)
+
+
+def _products(cfg: Config, vocab_size: int, micro_batch: int) -> dict[str, int]:
+    """FLOPs of all products of a micro-batch except those of attention."""
     model = build_model(cfg, vocab_size, torch.device("meta"), alignment=1).eval()  # no padding, no recomputation
     ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
-    return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    counted = counter.get_flop_counts()["Global"]
+    return {"products": sum(flops for op, flops in counted.items() if "attention" not in str(op))}
 
 
 def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:

@@ -125,7 +125,9 @@ class Layer(nn.Module, ABC):
 
         It is formed in fp32 (fp64 for fp64) and rounded once. Raises UserError if a projection is not a single matrix.
         """
-        raise UserError(f"{type(self).__name__} layers are not a single matrix: they cannot be merged into dense ones")
+        rule = "has no dense form, because its layers compute more than a product with one matrix"
+        fix = "Fold without --dense: transformers loads the folder with trust_remote_code=True"
+        raise UserError(f"backbone={self.options.name}", rule, fix)
 
     def each(self, fused: Tensor) -> Tensor:
         """[G n, ...] -> [G, n, ...]."""

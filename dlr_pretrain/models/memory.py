@@ -6,8 +6,8 @@ The CUDA context, library workspaces and fragmentation are not included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.flops import by_depth
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.models.residual import Residuals, entries, strengths
 from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE, sum_dtype
 
 META = torch.device("meta")
+USABLE_SHARE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 StateBytes = Callable[..., int]  # ``optim.optimizer.state_bytes``, which this room does not import
 
 
@@ -52,10 +54,19 @@ class Memory:
 
 def memory(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
     """The memory of ``cfg`` on one of ``ranks`` GPUs. ``state_bytes`` is the function of ``optim.optimizer``."""
-    return (_replicated if cfg.parallel.name == "ddp" else _sharded)(cfg, vocab_size, ranks, state_bytes)
+    count = _replicated if cfg.parallel.name == "ddp" else _sharded
+    n = by_depth(lambda shallow: count(shallow, vocab_size, ranks, state_bytes), cfg)
+    backward = n["peak"] + n["held"] + n["gathered"] + n["reduced"]
+    trained = n["masters"] + n["optimizer"] + n["graphs"] + max(backward, n["gradients"])
+    return Memory(
+        n["weights"], n["masters"], n["gradients"], n["optimizer"], n["activations"],
+        n["peak"] - n["activations"] + n["gathered"], n["graphs"], n["weights"] + max(n["start"], trained),
+    )  # fmt: skip
 
 
-def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
+def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> dict[str, int]:
+    """The bytes under ddp by name, for ``memory``: ``held`` gradients are summed over micro-batches, and ``reduced``
+    is what the sum over ranks takes."""
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
     values: dict[str, Tensor] = dict(model.named_parameters())
@@ -63,40 +74,39 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
         values = {name: torch.empty_like(p, dtype=state) for name, p in values.items()}
     alphas = strengths(model, cfg.dlr, like=model.lm_head.weight)
     optimized = {name: values[name] for name, p in model.named_parameters() if p.requires_grad} | alphas
-    residuals = _residual_bytes(cfg, model, values)
+    residuals = _residual_bytes(cfg, working, has_masters)
 
-    micro_batch = cfg.micro_batch(ranks)
-    summed = cfg.train.global_batch > ranks * micro_batch  # over micro-batches
+    positions, masked = (cfg.micro_batch(ranks), cfg.train.seq_len), cfg.data.mask_documents
+    summed = cfg.train.global_batch > ranks * positions[0]  # over micro-batches
     for p in model.parameters():
         p.grad_dtype = state if has_masters else p.dtype
-    activations, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, cfg.data.mask_documents)
-    of_alphas = sum(tensor.nbytes for tensor in alphas.values())  # which the optimizer makes from those of the model
-
-    weights = _size([*model.parameters(), *model.buffers()]) + residuals
-    masters = _size(values.values()) if has_masters else 0
-    optimizer = state_bytes(cfg.optimizer, optimized, partial(split, model))
-    backward = peak + (gradients if summed else 0)
-    if ranks > 1 and (reduced := sum_dtype(cfg.precision.name, ranks)) != state:
+    activations, peak, gradients = step_bytes(model, *positions, summed, masked)
+    reduced = 0
+    if ranks > 1 and (dtype := sum_dtype(cfg.precision.name, ranks)) != state:
         largest = max(sum(p.numel() for p in part.parameters()) for part in (model.lm_head, *model.model.layers))
-        backward += SUMS_IN_FLIGHT * largest * reduced.itemsize
-    graphs = 0
-    if cfg.without_graphs(ranks) is None:
-        graphs = forward_bytes(model, micro_batch, cfg.train.seq_len, cfg.data.mask_documents)
-    total = weights + masters + optimizer + max(backward, gradients + of_alphas) + graphs
-    return Memory(weights, masters, gradients + of_alphas, optimizer, activations, peak - activations, graphs, total)
+        reduced = SUMS_IN_FLIGHT * largest * dtype.itemsize
+    of_alphas = sum(tensor.nbytes for tensor in alphas.values())  # which the optimizer makes from those of the model
+    return {
+        "weights": _size([*model.parameters(), *model.buffers()]) + residuals,
+        "masters": _size(values.values()) if has_masters else 0,
+        "optimizer": state_bytes(cfg.optimizer, optimized, partial(split, model)),
+        "activations": activations, "peak": peak, "gradients": gradients + of_alphas,
+        "held": gradients if summed else 0, "gathered": 0, "reduced": reduced, "start": 0,
+        "graphs": 0 if cfg.without_graphs(ranks) else forward_bytes(model, *positions, masked),
+    }  # fmt: skip
 
 
-def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> Memory:
-    """The memory of rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
+def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) -> dict[str, int]:
+    """The same for rank 0, which holds the most rows: one of ``cfg.shards(ranks)`` parts.
 
-    At the peak all weights are gathered, or those of two dense blocks (the current and the next one) and of embedding,
-    final norm and head. As many gradients, of two blocks in any case, wait for their sum.
+    At the peak all weights are ``gathered``, or those of two dense blocks (the current and the next one) and of
+    embedding, final norm and head. As many gradients, of two blocks in any case, wait for their sum.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build_model(cfg, vocab_size, META, working)
     shards = cfg.shards(ranks)
     local = {name: p[: -(-len(p) // shards)].to(state) for name, p in model.named_parameters()}  # as in torch.chunk
-    residuals = _residual_bytes(cfg, build_model(cfg, vocab_size, META, state), shards=shards)
+    residuals = _residual_bytes(cfg, state, shards=shards)
     trained = {name: local[name] for name, p in model.named_parameters() if p.requires_grad}
     trained |= strengths(model, cfg.dlr, like=model.lm_head.weight)
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
@@ -106,20 +116,20 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
     whole, some = root + sum(blocks), root + 2 * max(blocks)
     reduced = sum_dtype(cfg.precision.name, ranks)
-    waiting = some * (working.itemsize + (reduced.itemsize if reduced != working else 0))
-
-    weights = sum(p.nbytes for p in local.values()) + _size(model.buffers()) + residuals
-    gradients = sum(p.nbytes for p in trained.values())
-    optimizer = state_bytes(cfg.optimizer, trained)
-    temporaries = peak - activations + (whole if cfg.backbone.factorized else some) * working.itemsize + waiting
+    gathered = (whole if cfg.backbone.factorized else some) * working.itemsize
+    gathered += some * (working.itemsize + (reduced.itemsize if reduced != working else 0))
     if cfg.parallel.name == "hsdp" and reduced != state:  # torch keeps the sum over nodes beside its cast
-        temporaries += sum(p.numel() for p in trained.values()) * reduced.itemsize
-    graphs = 0
+        gathered += sum(p.numel() for p in trained.values()) * reduced.itemsize
+    gradients, graphs = sum(p.nbytes for p in trained.values()), 0
     if cfg.without_graphs(ranks) is None:
         graphs = some * working.itemsize + forward_bytes(model, *positions, masked=masked)
-    start = whole * state.itemsize  # each rank first allocates the whole model
-    total = weights + max(start, optimizer + gradients + activations + temporaries + graphs)
-    return Memory(weights, 0, gradients, optimizer, activations, temporaries, graphs, total)
+    return {
+        "weights": sum(p.nbytes for p in local.values()) + _size(model.buffers()) + residuals, "masters": 0,
+        "optimizer": state_bytes(cfg.optimizer, trained),
+        "activations": activations, "peak": peak, "gradients": gradients, "held": gradients,
+        "gathered": gathered, "reduced": 0, "graphs": graphs,
+        "start": whole * state.itemsize,  # each rank first allocates the whole model
+    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -192,17 +202,19 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _residual_bytes(cfg: Config, model: Llama, values: Mapping[str, Tensor] | None = None, shards: int = 1) -> int:
-    """Bytes that the residuals of ``model`` take in addition to its weights and their ``values`` (masters), if any.
+def _residual_bytes(cfg: Config, dtype: torch.dtype, masters: bool = False, shards: int = 1) -> int:
+    """Bytes that the residuals of a model in ``dtype`` take in addition to its weights and their masters, if any.
 
-    With several ``shards`` these are the bytes for the rows of rank 0.
+    With several ``shards`` these are the bytes for the rows of rank 0. Those of one block are counted.
     """
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual":
         return 0
+    model = build_model(replace(cfg, scale=replace(cfg.scale, num_layers=1)), 1, META, dtype)
     parameters = dict(model.named_parameters())
-    residuals = Residuals(model, cfg.dlr, values or parameters)
+    values = {name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    residuals = Residuals(model, cfg.dlr, values if masters else parameters)
     residuals.put_in()
     whole = 0 if residuals.alpha is None else residuals.alpha.nbytes
     rows = {name: each.rows for name, each in entries(model, cfg.dlr).items()}
     local = sum(int((r < -(-len(parameters[name]) // shards)).sum()) for name, r in rows.items())
-    return whole + (residuals.nbytes() - whole) * local // sum(map(len, rows.values()))
+    return cfg.scale.num_layers * (whole + (residuals.nbytes() - whole) * local // sum(map(len, rows.values())))

@@ -130,6 +130,8 @@ class WideAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), device=p.device)
             state.update(self.new_moment(p, "exp_avg", True), **self.new_moment(p, "exp_avg_sq", False))
+        if p.is_meta:  # for ``state_bytes``, which needs no numbers
+            return
         moments = _moment(state, "exp_avg"), _moment(state, "exp_avg_sq")
         numbers = group["weight_decay"], *group["betas"], group["eps"]
         for w, g, m, v, keys in self.pieces(p.detach(), gradient, *moments, self.rounding_keys.get(p)):

@@ -14,8 +14,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.key import keys_of
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.train.corpus import FEW_TOKENS, WARNED_UNKNOWN, Corpus
-from dlr_pretrain.train.device import describe_device
+from dlr_pretrain.train.corpus import Corpus
+from dlr_pretrain.train.device import describe_device, slow_precision
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
@@ -104,6 +104,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     total, trained, _ = parameter_counts(cfg, model).values()
     tokens, shape = t.global_batch * t.seq_len, {"cosine": "a cosine", "linear": "a line"}[t.lr_decay]
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} over {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
+    warm_up = f"from 0 to {t.lr:g} over {plural(cfg.warmup_steps, 'step')}" if cfg.warmup_steps else f"{t.lr:g}"
     every = cfg.optimizer.restart_every or cfg.backbone.merge_every
     restarts = f", restarting every {plural(every, 'step')}" if every else ""
     vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
@@ -124,14 +125,10 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         **{name: corpus.source.contents.get(name, "") for name in ("left out", "bad rows", "special")},
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens per step",
-        "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr from 0 to {t.lr:g} over "
-        f"{plural(cfg.warmup_steps, 'step')}, then {falls}{restarts}",
+        "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {warm_up}, then {falls}{restarts}",
         "precision": ", ".join(how),
     }
-    if corpus.unknown > WARNED_UNKNOWN:
-        table["warning"] = f"{corpus.unknown:.1%} of the tokens are the tokenizer's unknown token"
-    elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):
-        table["warning"] = "too little validation text to compare models: see data.held_out and eval.packing"
+    table["warning"] = "; ".join(filter(None, [*corpus.warnings(cfg), slow_precision(cfg, ranks.device)]))
     return {label: text for label, text in table.items() if text}
 
 

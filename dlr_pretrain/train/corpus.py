@@ -44,6 +44,17 @@ class Corpus:
             return 0.0
         return float((self.validation.tokens == unknown).sum() / self.validation.real_tokens)
 
+    def warnings(self, cfg: Config) -> list[str]:
+        """What of text and tokenizer makes a result worth less, with the fix."""
+        tokens, found = self.validation.real_tokens, []
+        if self.unknown > WARNED_UNKNOWN:
+            found.append(f"{self.unknown:.1%} of the tokens are the tokenizer's unknown token: see tokenizer.path")
+        if tokens < min(cfg.eval.tokens, FEW_TOKENS):
+            fix = "name more validation files" if cfg.data.validation_files else "hold out more, with data.held_out=0.1"
+            fix = "prepare the tokens with data.held_out=0.1" if cfg.data.source == "tokens" else fix
+            found.append(f"{tokens:,} tokens of validation text are too few to compare models: {fix}")
+        return found
+
     @property
     def fingerprints(self) -> dict[str, str | int]:
         """What must stay the same when a run resumes, even if the files have moved."""

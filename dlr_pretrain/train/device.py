@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import sys
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,10 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlr_pretrain.config import Config, ConfigError, attention_problem, compiler_problem
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import WORKING_DTYPE
 from dlr_pretrain.util.text import plural
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 GIB = 1 << 30
+TIMED_WIDTH = 512  # of a square product: 2 ms in fp32, and 0.1 s in bf16 where the CPU has no instructions for it
 
 
 def find_device(cfg: Config) -> torch.device:
@@ -70,6 +74,21 @@ def attention_backends(cfg: Config) -> AbstractContextManager[None]:
         return nullcontext()
     # Not cuDNN's: its gradients with a mask may be NaN, at lengths such as 192 (#196678)
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def slow_precision(cfg: Config, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> str:
+    """What to use instead of a bf16 precision on a CPU without instructions for it, from one timed product; or ""."""
+    if device.type != "cpu" or WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:
+        return ""
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(TIMED_WIDTH, TIMED_WIDTH, dtype=dtype)
+        x[:1] @ x  # prepares the kernel
+        began = clock()
+        x @ x
+        seconds.append(clock() - began)
+    ratio = seconds[1] / seconds[0]
+    return f"precision=fp32 is about {ratio:.0f} times as fast on this CPU, which lacks bf16" if ratio >= 2 else ""
 
 
 def peak_memory(device: torch.device) -> int:

@@ -11,13 +11,11 @@ import torch
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.run_folder import read_record
-from dlr_pretrain.models.memory import memory
+from dlr_pretrain.models.memory import USABLE_SHARE, memory
 from dlr_pretrain.optim.optimizer import state_bytes
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-
-USABLE_SHARE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 
 
 def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.identity import describe_differences, differences
+from dlr_pretrain.config.identity import describe_differences, differences, facts
 from dlr_pretrain.config.run_folder import MANIFEST, read_record
 from dlr_pretrain.train.device import describe_device
 from dlr_pretrain.train.heartbeat import Heartbeat
@@ -58,8 +58,10 @@ def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:
     changed = differences(before, entries)
     if changed and "saved" in record:
         differ = describe_differences(changed, between="\n  ")
-        new = f"choose another run.dir and start there with run.start_from={run_dir}"
-        fix = f"Restore these keys, or {new} (and run.start_optimizer=true, to go on from its last step)"
+        bound, fix = {facts(name).binds for name in changed}, "Restore these keys, or choose another run.dir"
+        if "weights" not in bound:
+            fix += f" and start there with run.start_from={run_dir}"
+            fix += "" if "moments" in bound else " (and run.start_optimizer=true, to go on from its last step)"
         raise UserError(f"{run_dir} holds another run:\n  {differ}\n{fix}")
     update_record(run_dir, {"identity": before | entries})
 

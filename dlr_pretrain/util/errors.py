@@ -8,9 +8,9 @@ import signal
 import sys
 import threading
 import time
-from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -185,27 +185,10 @@ def say_once(text: str) -> None:
         say(text, sys.stderr)
 
 
-class Parser(ArgumentParser):
-    """Parses a command's arguments. Its error messages hide secrets."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(redact(message))
-
-
-def at_least_1(text: str) -> int:
-    """Converts an argument to a positive integer."""
-
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """Converts an argument to a number above 0 and at most 1."""
+def need(package: str, extra: str) -> str:
+    """The installed version of ``package``, a dependency of ``extra``. Raises UserError if it is absent."""
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise ArgumentTypeError(f"{text!r}: must be a number above 0 and at most 1")
-    return value
+        return version(package)
+    except PackageNotFoundError:
+        fix = f'Install it with: pip install -e ".[{extra}]"'
+        raise UserError(f"this command needs {package}, which is not installed. {fix}") from None

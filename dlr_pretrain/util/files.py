@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import socket
+import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -181,6 +183,25 @@ def claim(folder: Path, command: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not ours:
         write_durably(path, command)
+
+
+def user_cache() -> Path:
+    """This project's folder in the user's cache, or among temporary files if that is not writable."""
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir(), f"dlr_pretrain-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UserError(
+            folder,
+            "is a link, or other users may write to it, so its content may have been planted",
+            "Remove it, or set XDG_CACHE_HOME to a folder of your own",
+        )
+    return folder
 
 
 class Held(NamedTuple):

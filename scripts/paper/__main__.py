@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlr_pretrain.config import parse
+from dlr_pretrain.config.arguments import OVERRIDES, Parser, at_least_1, share, texts
+from dlr_pretrain.config.problems import did_you_mean
 from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.config.tree import PACKAGE
 from dlr_pretrain.launch.runs import Line, PlannedRun
 from dlr_pretrain.launch.status import queue, status_of
 from dlr_pretrain.launch.submit import start
-from dlr_pretrain.util.errors import EXIT_FAILED, Parser, UserError, at_least_1, command, share, write_to_stderr
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command, write_to_stderr
 from dlr_pretrain.util.files import claim
 
 from . import items as paper
@@ -41,8 +43,7 @@ those of sbatch. docs/reproduce.md describes all of it. In a checkout it is also
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "dlr-reproduce", "%(prog)s [ITEM | all] [key=value ...] [options] [-- options of sbatch]",
-        "Train, measure and show the tables and figures of the DLR paper.", EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "Train, measure and show the tables and figures of the DLR paper.", EPILOG, keys=OVERRIDES,
     )  # fmt: skip
     add, names = made.add_argument, ", ".join(paper.items())
     add("what", nargs="*", metavar="ITEM", help=f"all, or one of {names}; then overrides of train.py")
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     does.add_argument("--local", action="store_true", help="train and measure on this machine, then render")
     does.add_argument("--render", action="store_true", help="write tables, figures and the page from what exists")
     does.add_argument("--documentation", action="store_true", help="print docs/reproduce.md")
-    add("--rows", metavar="ROW,ROW", help="rows of the table, such as cola,cola+dlr (default: all)")
+    add("--rows", type=texts, metavar="ROW", help="rows of the table, such as cola cola+dlr (default: all)")
     add("--dry-run", dest="status", action="store_true", help="with --submit: show what would be queued")
     add("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
     add("--output", type=Path, metavar="DIR", help="for the page (default: <run.root>/paper)")
@@ -79,7 +80,8 @@ def act(given: argparse.Namespace) -> int:
     given.overrides = [word for word in given.what if "=" in word]
     known = paper.items()
     if unknown := [name for name in names if name not in (*known, "all")]:
-        raise UserError(f"{unknown[0]}: not an item. Choose from {', '.join(known)}, or all")
+        fix = did_you_mean(unknown[0], known, f"Choose from {', '.join(known)}, or all")
+        raise UserError(f"{unknown[0]}: no table or figure of this name. {fix}")
     asked = list(known.values()) if not names or "all" in names else [known[name] for name in names]
     given.items = paper.choose_rows(asked, given.rows)
 
@@ -91,7 +93,7 @@ def act(given: argparse.Namespace) -> int:
     words, default = [*given.overrides], parser().get_default  # that the next command repeats
     for name in ("rows", "sft_data", "task_data", "output"):
         if (value := getattr(given, name)) != default(name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, list) else str(value)]
     root = next((word.partition("=")[2] for word in given.overrides if word.startswith("run.root=")), "runs")
     given.output = given.output or Path(root, "paper")
     all_work = read_works(given)
@@ -117,14 +119,22 @@ def act(given: argparse.Namespace) -> int:
 
 def read_works(given: argparse.Namespace) -> list[Work]:
     """The chosen items with their runs and the runs' present states."""
+    from .cost import remembered
     from .page import Work
 
+    write_to_stderr("reading the runs and counting what they take (kept for the next time) ...")
     jobs: dict[str, str] = {}
     with suppress(UserError):  # no SLURM here, or none that answers: only --submit needs it
         jobs = {} if given.local else queue()
     all_work = []
+    fixed = not given.local and not any(word.startswith("run=") for word in given.overrides)
+
+    def read(chosen: Sequence[paper.Item]) -> list[list[PlannedRun]]:
+        return [runs_of(item, given) for item in chosen]
+
     for item in given.items:
-        runs = runs_of(item, given)
+        given_by = {repr((item, given.overrides)): item}
+        (runs,) = remembered(given_by, read) if fixed else read([item])
         chosen = replace(item, scales=list(dict.fromkeys(run.cfg.scale.name for run in runs)))
         programs = chosen.programs(runs, given.output / item.name, given.sft_data, given.task_data)
         all_work.append(Work(chosen, runs, [status_of(run, jobs) for run in runs], list(programs)))
@@ -149,7 +159,6 @@ def show(all_work: Sequence[Work], given: argparse.Namespace, words: Sequence[st
     named = [given.gpu] if given.gpu in PEAK_FLOPS else [name for name in PEAK_FLOPS if given.gpu in name]
     if len(named) != 1:
         raise UserError(f"--gpu={given.gpu}: names {len(named)} GPUs. Choose from {', '.join(named or PEAK_FLOPS)}")
-    write_to_stderr("counting what the runs take ...")
     hours = hours_of((run for work in all_work for run in work.runs), named[0], given.mfu)
     for work in all_work:
         print(f"{work.item.name:<10} {work.item.title}")

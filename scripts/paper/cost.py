@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
+
+import torch
 
 from dlr_pretrain.analysis.plan import disk_bytes, parameters, state_and_moments, utilisations
 from dlr_pretrain.config import Config, identity
 from dlr_pretrain.config.run_folder import read_record
+from dlr_pretrain.config.tree import CONFIG_DIR, PACKAGE
 from dlr_pretrain.launch.runs import PlannedRun, map_on_cores
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
-from dlr_pretrain.util.files import NUMBER, read_metrics
+from dlr_pretrain.util.files import NUMBER, read_metrics, user_cache, write_durably
 
-from .items import without_seed
+from .items import HERE, without_seed
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,30 @@ class Size:
     disk: int
 
 
-_SIZES: dict[str, Size] = {}
+T = TypeVar("T")
+
+
+@cache
+def _store() -> tuple[Path, bytes, dict[str, Any]]:
+    """A file in the user's cache, the digest of this code, and what the code has computed so far, by its input."""
+    code = hashlib.sha256(torch.__version__.encode())
+    for source in sorted(file for folder in {PACKAGE, CONFIG_DIR, HERE} for file in folder.rglob("*.[py][ya]*")):
+        code.update(source.read_bytes())
+    path = user_cache() / "paper.pickle"
+    with suppress(Exception):  # none yet, or one of other code, which may not even be read
+        made_by, kept = pickle.loads(path.read_bytes())
+        if made_by == code.digest():
+            return path, made_by, kept
+    return path, code.digest(), {}
+
+
+def remembered(made: Mapping[str, T], make: Callable[[Sequence[T]], Sequence[Any]]) -> list[Any]:
+    """For each input in ``made`` what ``make`` returns, which depends on nothing else. Results are kept for later."""
+    path, code, kept = _store()
+    if due := [key for key in made if key not in kept]:
+        kept.update(zip(due, make([made[key] for key in due]), strict=True))
+        write_durably(path, pickle.dumps((code, kept)))
+    return [kept[key] for key in made]
 
 
 def sizes(configs: Iterable[Config]) -> list[Size]:
@@ -39,9 +70,8 @@ def sizes(configs: Iterable[Config]) -> list[Size]:
     for cfg in configs:
         model = {key: value for key, value in identity(cfg).items() if key.startswith(deciding)}
         keyed.append((json.dumps([model, cfg.micro_batch(1), vars(cfg.checkpoint)]), cfg))
-    due = {key: cfg for key, cfg in keyed if key not in _SIZES}
-    _SIZES.update(zip(due, map_on_cores(_size, list(due.values()), fewest=4), strict=True))
-    return [_SIZES[key] for key, _ in keyed]
+    counted = dict(zip(unique := dict(keyed), remembered(unique, partial(map_on_cores, _size, fewest=4)), strict=True))
+    return [counted[key] for key, _ in keyed]
 
 
 def _size(cfg: Config) -> Size:

@@ -18,6 +18,7 @@ import yaml
 
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.command_line import key_of
+from dlr_pretrain.config.problems import did_you_mean
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs
 from dlr_pretrain.launch.status import shipped
@@ -155,13 +156,14 @@ def recipe(method: str) -> list[str]:
     return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
 
 
-def choose_rows(chosen: Sequence[Item], rows: str | None) -> list[Item]:
-    """The items with only the rows of a list such as ``cola,cola+dlr``; an item without any of them is left out."""
-    if rows is None:
+def choose_rows(chosen: Sequence[Item], names: Sequence[str] | None) -> list[Item]:
+    """The items with only the rows in ``names``; an item without any of them is left out."""
+    if names is None:
         return list(chosen)
-    names, known = rows.split(","), list(dict.fromkeys(row for item in chosen for row in item.rows))
+    known = list(dict.fromkeys(row for item in chosen for row in item.rows))
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--rows={rows}: {unknown[0]} is not a row. Choose from {', '.join(known)}")
+        fix = did_you_mean(unknown[0], known, f"Choose from {', '.join(known)}")
+        raise UserError(f"--rows {unknown[0]}: no such row. {fix}")
     reduced = [replace(item, rows={row: item.rows[row] for row in item.rows if row in names}) for item in chosen]
     return [item for item in reduced if item.rows]
 

@@ -11,6 +11,7 @@ from string import Template
 from dlr_pretrain.analysis.plan import GPU, LEAST_MFU, MFU_AT_1B, MFU_AT_60M
 from dlr_pretrain.analysis.report import Part, Section, write_page, write_tables
 from dlr_pretrain.analysis.tables import Table
+from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.status import DUE, Status
 from dlr_pretrain.launch.submit import counted
@@ -54,7 +55,10 @@ class Work:
             return f"{base} --submit -- {self.item.slurm}"
         if any(status.state in ("running", "pending") for status in self.statuses):
             return "wait for its runs"
-        return f"{ONE_GPU} {base} --local" if self.ready else f"{base} --render"
+        starts = [read_record(run.dir).get("starts") or [{}] for run in self.runs]
+        on_cpu = all(each[-1].get("device", "").startswith("CPU") for each in starts)
+        measures = base if on_cpu else f"{ONE_GPU} {base}"
+        return f"{measures} --local" if self.ready else f"{base} --render"
 
 
 def render(all_work: Sequence[Work], words: Sequence[str], output: Path, command: str) -> None:

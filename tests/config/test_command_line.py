@@ -212,10 +212,41 @@ def well(_: Config) -> None:
     """A run that succeeds."""
 
 
-def test_help_is_one_screen_and_waits_for_no_torch(tmp_path):
+WRONG = {  # a word of each command that it refuses, and what it says instead
+    "train.py": ("train.lrr=1", "Did you mean train.lr?"),
+    "scripts/doctor.py": ("--scale tiny", "Did you mean scale=tiny?"),
+    "scripts/evaluate.py": ("nowhere --taks piqa boolq", "Did you mean --tasks piqa?"),
+    "scripts/fold.py": ("nowhere", "nowhere: not a checkpoint"),
+    "scripts/generate.py": ("nowhere --prompt x", "nowhere: no such folder"),
+    "scripts/gradient_paths.py": ("nowhere", "config.yaml is missing"),
+    "scripts/launch.py": ("--nproc-per-nod 8 train.py", "Did you mean --nproc-per-node 8?"),
+    "scripts/plan.py": ("--gpu 8", "Did you mean --gpus 8?"),
+    "scripts/prepare_data.py": ("train.lr=1 --output x", "train.lr=1: does not affect texts or tokens"),
+    "scripts/report.py": ("nowhere --ouput x --output x", "Did you mean --output x?"),
+    "scripts/sft.py": ("nowhere --seeds 41,x", "invalid integers value: '41,x'"),
+    "slurm/submit.py": ("--scale tiny seed=1", "Did you mean scale=tiny?"),
+    "-m scripts.paper": ("tabel1", "Did you mean table1?"),
+}
+
+
+@pytest.mark.parametrize("program", [*WRONG])
+def test_help_is_one_screen_and_a_wrong_word_waits_for_no_torch(program, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch takes seconds to import')")
-    done = train_py("--help", "+scale=1b", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").glob("[!_]*.py")}
+    assert files | {"train.py", "slurm/submit.py", "-m scripts.paper"} == WRONG.keys()
+    python = [sys.executable, *program.split()]
+    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "COLUMNS": "80"}
+    words, said = WRONG[program]
+    helped, refused = (
+        subprocess.run([*python, *rest], capture_output=True, text=True, cwd=ROOT, env=own)
+        for rest in (["--help"], words.split())
+    )
+    assert helped.returncode == 0 and helped.stdout.count("\n") < 60 and "example" in helped.stdout.lower()
+    assert refused.returncode in (2, 3) and said in refused.stderr, refused.stderr
+
+
+def test_help_lists_the_options_of_every_group(tmp_path):
+    done = train_py("--help", "+scale=1b", cwd=tmp_path)
     listed = set(re.findall(r"[\w/]+", done.stdout))
     assert [(group, o) for group in GROUPS for o in options(group) if not {group, o} <= listed] == []
 
@@ -318,7 +349,9 @@ def test_a_sweep_goes_on_after_a_job_that_diverges(stub, tmp_path):
     assert done.returncode == 3
     assert [line.split()[0].rpartition("-")[2] for line in done.stdout.splitlines()] == ["s1", "s2", "s3"]
     folder = "runs/tiny-lowrank-dlr_off-s2"
-    assert done.stderr == f"error: step 3: not finite\nerror: these jobs of the sweep diverged: {folder}\n"
+    error, diverged, compare = done.stderr.splitlines()
+    assert (error, diverged) == ("error: step 3: not finite", f"error: these jobs of the sweep diverged: {folder}")
+    assert compare.split()[:3] == ["compare", "python", "scripts/report.py"] and folder in compare
     done = stub(ends(UserError("no disk"), seed=2), "-m", "+scale=tiny", "seed=1,2,3")
     assert (done.returncode, done.stderr, done.stdout.count("s3")) == (3, "error: no disk\n", 0)
     done = stub(well, "-m", "scale=1b,7b", RANK="0", WORLD_SIZE="2")

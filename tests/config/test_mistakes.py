@@ -31,9 +31,14 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "train.epochs=3": ["train.epochs=3: no such key", "Set train.steps", "train.global_batch x train.seq_len"],
     # options and values
     f"train.steps={'9' * 400}": ["must be a whole number of at least 1"],
-    "backbone=cloa": ["backbone=cloa: must be one of", "sltrain. Did you mean cola?"],
+    "backbone=cloa": ["backbone=cloa: must be one of", "sltrain. Did you mean backbone=cola?"],
+    "dlr=true": ["dlr=true: must be one of", "Did you mean dlr=on?"],
+    "logger=false": ["Did you mean logger=jsonl?"],
+    "wandb=false": ["wandb=false: no such key. Choose logger=jsonl"],
+    "--scale tiny": ["--scale: not a flag of this command. Did you mean scale=tiny?"],
+    "--train.lr=1e-3": ["Did you mean train.lr=1e-3?"],
     "data=/texts/mine": ["data=/texts/mine", "Write data=local data.root=/texts/mine"],
-    "device=gpu": ["device=gpu: must be auto or cpu or cuda", "Did you mean cuda?"],
+    "device=gpu": ["device=gpu: must be auto or cpu or cuda", "Did you mean device=cuda?"],
     "~train.lr": ["train.lr: needs a value", "Set train.lr=<value>"],
     "seed = 3": ["seed = 3: not of the form key=value", "without spaces"],
     "~logger": ["logger.view: needs a value", "logger=<option>"],
@@ -80,7 +85,6 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "checkpoint.keep_every=250": ["checkpoint.keep_every=250", "checkpoint.every=100. Try 200"],
     "data.bad_rows=skip": ["data.bad_rows=skip: would be ignored: data=sample. Leave it out"],
     "data.revision=main": ["data.revision=main: would be ignored: no text comes from the hub"],
-    "data.cache=/tmp": ["data.cache=/tmp: would be ignored: data=sample"],
     "train.lr_decay_steps=0 train.min_lr_ratio=0": ["train.min_lr_ratio=0.0: would be ignored", "lr_decay_steps=0"],
     "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
     "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
@@ -156,10 +160,11 @@ def test_the_nearest_key_is_found():
 
 
 def test_keys_of_other_trainers_lead_to_ours():
-    assert {meant for meant in synonyms().values() if " " not in meant} <= KNOWN | {"cuda"}
+    ours = {meant for each in synonyms().values() for meant in each if " " not in meant}
+    assert ours <= KNOWN | {"cuda", "on", "off", "jsonl"}
     assert not set(synonyms()) & KNOWN
     assert len(synonyms()) > 70
-    for name, key in synonyms().items():
+    for name, (key, *_) in synonyms().items():
         if key in KNOWN:
             assert nearest(name if "." in name else f"train.{name}", KNOWN) == key
 

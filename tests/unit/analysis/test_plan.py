@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis.plan import parameters, plan, render, utilisations, waiting_seconds
+from dlr_pretrain.analysis.plan import disk_bytes, parameters, plan, render, utilisations, waiting_seconds
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build_model
@@ -104,6 +104,20 @@ def test_the_command_prints_json_with_stable_keys(capsys):
     assert (found["steps"], found["warmup_steps"], found["tokens"]) == (22_000, 2_200, 22_000 * 131_072)
 
 
+@pytest.mark.parametrize("words", [
+    "backbone=cola dlr=learnable_alpha precision=bf16_mixed",
+    "backbone=cola_lax train.activation_checkpointing=latent data.mask_documents=true",
+    "backbone=lowrank optimizer=loro train.global_batch=2 data.streams=2",  # its peak grows with the gradients
+    "backbone=sltrain parallel=fsdp",
+])  # fmt: skip
+def test_two_and_three_blocks_count_as_all_blocks_do(words, monkeypatch):
+    cfg = config("scale=60m", "logger=jsonl", *words.split(), ranks=2)
+    few = memory(cfg, 500, 2, state_bytes), disk_bytes(cfg, 500), flops_per_token(cfg, 500, 1)
+    for module in ("models.memory", "models.flops", "analysis.plan"):
+        monkeypatch.setattr(f"dlr_pretrain.{module}.by_depth", lambda count, cfg: count(cfg))
+    assert few == (memory(cfg, 500, 2, state_bytes), disk_bytes(cfg, 500), flops_per_token(cfg, 500, 1))
+
+
 def test_time_follows_from_flops_and_utilisation():
     """0.11 is what the paper's number for CoLA + DLR at 1b implies. The most depends on the model and the sequences."""
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
@@ -156,7 +170,7 @@ def test_waiting_follows_from_the_links():
 @pytest.mark.parametrize(("words", "error"), [
     (["backbone=colla"], "error: backbone=colla: must be one of"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
-    (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
+    (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. Did you mean --gpus 8?"),
 ])  # fmt: skip
 def test_mistakes_are_reported_as_by_train_py(words, error, capsys):
     assert main_of("plan", *words) == 2

@@ -16,6 +16,7 @@ from dlr_pretrain.data import files, formats, open_source, sample
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import errors
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import user_cache
 from tests.unit.data.data_corpus import make_config
 
 
@@ -63,8 +64,8 @@ def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pa
 @pytest.mark.parametrize("planted", ["link", "open"])
 def test_a_planted_cache_is_not_used(tmp_path, monkeypatch, planted):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = files.user_cache()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder = user_cache()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     if planted == "link":
         folder.rename(tmp_path / "theirs")
@@ -72,7 +73,7 @@ def test_a_planted_cache_is_not_used(tmp_path, monkeypatch, planted):
     else:
         folder.chmod(0o777)
     with pytest.raises(UserError, match=r"content may have been planted.*XDG_CACHE_HOME"):
-        files.user_cache()
+        user_cache()
 
 
 @pytest.mark.parametrize("lost", ["text-*.jsonl", sample.TOKENIZER_FILE])

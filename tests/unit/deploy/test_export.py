@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import MODELING, export, exported_keys, need, open_folder, write_weights
+from dlr_pretrain.deploy.export import MODELING, export, exported_keys, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.util import files as durable
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, need
 from tests.deploy.models import KINDS, exported, of_kind, trained
 from tests.parity.reference import weights
 from tests.unit.data.small_tokenizer import PIECES, train
@@ -169,8 +169,11 @@ def test_a_difference_from_the_trained_model_is_found(tmp_path, spiece, ids, mon
 
 def test_a_folder_that_is_not_a_sound_export_is_refused(tmp_path, spiece):
     folder = exported(tmp_path / "folded", spiece, COLA, ROWS)
-    with pytest.raises(UserError, match=r"has no config\.json.*Name a folder that an export wrote.*for a checkpoint"):
-        open_folder(tmp_path)
+    assert open_folder(tmp_path)[0].state_dict().keys() == open_folder(folder)[0].state_dict().keys()  # of its run
+    (saved := tmp_path / "new" / "checkpoints" / "step_00000002").mkdir(parents=True)
+    for place in (saved.parents[1], saved):
+        with pytest.raises(UserError, match=rf"has no config\.json.*python scripts/fold\.py {saved}"):
+            open_folder(place)
     sound, config = load_file(folder / WEIGHTS), json.loads((folder / "config.json").read_text())
     for change, message in (
         ({"model.norm.weight": None}, r"model\.norm\.weight: missing"),

@@ -16,7 +16,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
-from dlr_pretrain.train.device import find_device
+from dlr_pretrain.train.device import find_device, slow_precision
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.run import run
@@ -36,6 +36,10 @@ def test_a_slurm_job_with_gpus_does_not_train_on_the_cpu(monkeypatch):
     with pytest.raises(UserError, match="SLURM gave this job 8 GPUs on this node, but torch finds none"):
         find_device(load(cpu))
     assert find_device(load([*cpu, "device=cpu"])).type == "cpu"
+    for seconds, said in ((0.058, "precision=fp32 is about 58 times as fast on this CPU"), (0.0015, "")):
+        ticks = iter([0.0, 0.001, 1.0, 1.0 + seconds]).__next__  # of a product in fp32, then in bf16
+        assert slow_precision(load([*cpu, "device=cpu"]), torch.device("cpu"), ticks).startswith(said)
+    assert slow_precision(load([*cpu, "device=cpu", "precision=fp32"]), torch.device("cpu"), None) == ""
 
 
 def test_two_ranks_agree_on_results_errors_and_stops():

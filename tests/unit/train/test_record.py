@@ -117,6 +117,20 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
 
 
+@pytest.mark.parametrize(("word", "from_weights", "from_moments"), [
+    ("train.lr=1", True, True), ("precision=fp32", True, False), ("optimizer=adamw_foreach", True, False),
+    ("dlr=on", False, False), ("scale.rank=8", False, False),
+])  # fmt: skip
+def test_another_run_may_start_from_what_fits_it(tmp_path, word, from_weights, from_moments):
+    open_in(tmp_path, fingerprint="a" * 64)
+    update_record(tmp_path, {"saved": 1})
+    with pytest.raises(UserError) as refused:
+        open_in(tmp_path, word, fingerprint="b" * 64)
+    text = str(refused.value)
+    assert ("run.start_from=" in text, "run.start_optimizer" in text) == (from_weights, from_moments)
+    assert "data.shards: another text than there (see manifest.json)" in text and "a" * 16 not in text
+
+
 def test_a_run_has_the_default_of_a_newer_key(tmp_path):
     identity = open_in(tmp_path)["identity"]
     older = {key: value for key, value in identity.items() if key not in ("train.clip", "backbone.latent_scale")}

@@ -1,0 +1,104 @@
+"""The arguments of the commands beside overrides: lists, numbers, and the nearest word for a flag that is unknown."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Action, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
+from dlr_pretrain.config.tree import GROUPS, KEYS
+from dlr_pretrain.util.secrets import redact
+
+OVERRIDES = (*GROUPS, *KEYS)
+
+
+class Parser(ArgumentParser):
+    """Parses a command's arguments. Its errors hide secrets and name the nearest flag, or override among ``keys``.
+
+    An argument of type ``texts`` or ``integers`` takes several values: commas and spaces both separate them.
+    """
+
+    lists: tuple[str, ...] = ()  # flags of these arguments
+    words: list[str]  # as typed
+
+    def __init__(
+        self, prog: str | None = None, usage: str | None = None, description: str | None = None,
+        epilog: str | None = None, keys: Collection[str] = (), argument_default: Any = None,
+    ):  # fmt: skip
+        form = RawDescriptionHelpFormatter
+        super().__init__(
+            prog, usage, description, epilog, [], form, argument_default=argument_default, allow_abbrev=False
+        )
+        self.keys = keys
+
+    @property
+    def flags(self) -> list[str]:
+        return re.findall(r"^ +(?:-\w, )?(--[\w-]+)", self.format_help(), re.MULTILINE)
+
+    def add_argument(self, *names: str, **how: Any) -> Action:  # type: ignore[override]
+        action = super().add_argument(*names, **how)
+        self.lists += tuple(action.option_strings) if action.type in (texts, integers) else ()
+        return action
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words: list[str] = []
+        flag, self.words = "", [*(sys.argv[1:] if args is None else args)]
+        for word in self.words:
+            if flag in self.lists and words[-1] != flag and not word.startswith("-") and "=" not in word:
+                words[-1] += f",{word}"
+                continue
+            flag = word.partition("=")[0] if word.startswith("-") else "" if "=" in word else flag
+            words.append(word)
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        stray = re.search(r"(?<=unrecognized arguments: )\S+", message)
+        if stray and stray[0] in self.words:
+            message = str(no_flag(self.words[self.words.index(stray[0]) :], self.flags, self.keys))
+        super().error(redact(message))
+
+
+def no_flag(words: Sequence[str], flags: Collection[str], keys: Collection[str]) -> Problem:
+    """The problem of an unknown flag, the first of ``words``, with the nearest one of ``flags`` and ``keys``.
+
+    The fix repeats the flag's value, and spells both as the command does: ``--gpus 8``, ``scale=tiny``.
+    """
+    name, equals, value = words[0].lstrip("-").partition("=")
+    if not equals and len(words) > 1 and not words[1].startswith("-") and "=" not in words[1]:
+        value = words[1]
+    spelt = {flag.lstrip("-").replace("-", "_"): f"{flag} {value}".strip() for flag in flags}
+    spelt |= {key: f"{key}={value}" for key in keys if key not in spelt}
+    fix = did_you_mean(name.replace("-", "_"), spelt, "See --help", spelt.get)
+    return Problem(words[0], MISSING, "not a flag of this command", fix)
+
+
+def texts(text: str) -> list[str]:
+    """Converts a list such as ``cola,cola+dlr``."""
+    return [word for word in text.split(",") if word]
+
+
+def integers(text: str) -> list[int]:
+    """Converts a list such as ``41,42``."""
+    return [int(word) for word in texts(text)]
+
+
+def at_least_1(text: str) -> int:
+    """Converts an argument to a positive integer."""
+
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Converts an argument to a number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ArgumentTypeError(f"{text!r}: must be a number above 0 and at most 1")
+    return value
