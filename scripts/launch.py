@@ -8,34 +8,39 @@ has saved and the same command continues it. (torchrun exits with 1 after any fa
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain.config.arguments import Parser
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
 from dlr_pretrain.util.process import ignore_stop_signals, stop_signals
 
-EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason a worker has printed
-FURTHER = ("--rdzv-conf", "--node-rank", "--local-addr", "--master-addr", "--master-port", "--max-restarts", "--role",
-           "--monitor-interval", "--start-method", "--event-log-handler", "--log-dir", "--logs-specs", "-r --redirects",
-           "-t --tee", "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
-           "--numa-binding", "--signals-to-handle", "--shutdown-timeout")  # fmt: skip
-EPILOG = """example, on two machines:
+USAGE = """usage: launch.py [options of torchrun] train.py [key=value ...]
+
+options, of which torchrun --help describes more:
+  --nproc-per-node N         processes on this machine: one for each GPU
+  --nnodes N                 machines (default: 1)
+  --rdzv-backend c10d        how several machines meet
+  --rdzv-endpoint HOST:PORT  the first machine, and a free port of it
+  --rdzv-id NAME             the job's name, the same on all machines
+
+example, on two machines:
   launch.py --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id 1 \\
       train.py scale=1b backbone=cola dlr=on"""
+EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason a worker has printed
 GRACE = 60.0  # seconds that torchrun has to end after its workers have ended
 
 
 def main() -> int:
-    if checked(sys.argv[1:]).max_restarts not in (None, "0"):
-        print("error: --max-restarts: a run that has stopped would be started again. Leave it out", file=sys.stderr)
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(f"{__doc__}\n{USAGE}")
+        return 0
+    if not sys.argv[1:]:
+        print(USAGE, file=sys.stderr)
         return EXIT_CONFIG
     asked: set[int] = set()
     begun = threading.Event()  # set once workers have been started
@@ -59,28 +64,6 @@ def main() -> int:
         ignore_stop_signals()
 
 
-def checked(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, before torch is imported. Prints the help, or refuses an option that torchrun does not have."""
-    usage = "%(prog)s [options] train.py [key=value ...]"
-    parser = Parser("launch.py", usage=usage, description=__doc__, epilog=EPILOG)
-    add = parser.add_argument
-    add("--nproc-per-node", metavar="N", help="processes on this machine: one for each GPU")
-    add("--nnodes", metavar="N", help="machines (default: 1)")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="the first machine and a free port of it, if there are several")
-    add("--rdzv-backend", metavar="c10d", help="how several machines meet")
-    add("--rdzv-id", metavar="NAME", help="the job's name, the same on all machines")
-    add("--standalone", action="store_true", help="one machine, on a free port")
-    more = parser.add_argument_group("further options of torchrun, as torchrun --help describes them")
-    more.add_argument("-m", "--module", action="store_true")
-    for name in ("--no-python", "--run-path", "--virtual-local-rank"):
-        more.add_argument(name, action="store_true")
-    for names in FURTHER:
-        more.add_argument(*names.split(), metavar="")
-    add("script", metavar="train.py", help="and its overrides")
-    add("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser.parse_args([word.replace("_", "-") if word.startswith("--") else word for word in argv])
-
-
 def launch(asked: set[int]) -> int:
     """Run torchrun; returns the exit code. ``asked`` holds the signals that have been passed on."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -88,6 +71,9 @@ def launch(asked: set[int]) -> int:
     from torch.distributed.run import get_args_parser, run
 
     given = get_args_parser().parse_args(sys.argv[1:])
+    if given.max_restarts:
+        print("error: --max-restarts: a run that has stopped would be started again. Leave it out", file=sys.stderr)
+        return EXIT_CONFIG
     given.signals_to_handle = "SIGQUIT"  # torchrun must leave the others to pass_on
     try:
         run(given)

@@ -71,10 +71,10 @@ class Picture:
     small: bool = False
 
 
-def axes(inches: tuple[float, float] = (8.0, 4.8)) -> Axes:
+def axes(inches: tuple[float, float] = (8.0, 4.8), dpi: int = 150) -> Axes:
     """The axes of a new figure, with faint lines at the ticks."""
     with matplotlib.rc_context(PLAIN_TEXT):
-        ax = Figure(figsize=inches, dpi=150).subplots()
+        ax = Figure(figsize=inches, dpi=dpi).subplots()
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
@@ -116,7 +116,7 @@ def draw_run(all_runs: Runs, folder: Path) -> Iterator[Picture]:
     added = [(re.sub(r"\W+", "_", name), name, name) for name in all_runs.metrics if name not in SHOWN]
     for name, column, what in (*OF_ONE_RUN, *added):
         if name == "loss" or (column in all_runs.metrics and all_runs.metrics[column].notna().any()):
-            ax = axes((3.2, 2.5))
+            ax = axes((3.2, 2.5), dpi=300)
             draw_group(ax, all_runs.runs, all_runs.metrics, column, "train/tokens", COLOURS[0], legend=False)
             if column in FROM_0:
                 ax.set_ylim(bottom=0)

@@ -135,8 +135,8 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
 def evaluation(record: dict) -> str:
     """The results of an evaluation, as text."""
     galore = record.get("eval/perplexity_galore")
-    convention = f" (galore convention {decimal(galore, 2)})" if galore is not None else ""
-    return f"loss {decimal(record['eval/loss'], 4)}, perplexity {decimal(record['eval/perplexity'], 2)}{convention}"
+    of_galore = f" (GaLore-style {decimal(galore, 2)})" if galore is not None else ""
+    return f"loss {decimal(record['eval/loss'], 4)}, perplexity {decimal(record['eval/perplexity'], 2)}{of_galore}"
 
 
 def duration(seconds: float) -> timedelta:

@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def values(self) -> pd.Series:
-        """The perplexity of each ended seed, by the convention if all of them have it; the name says which."""
+        """The perplexity of each ended seed, GaLore-style if all of them have it; the name says which."""
         scored = ended(self.runs).set_index("seed")
         return scored.ppl if scored.convention.isna().any() else scored.convention
 
@@ -264,7 +264,7 @@ def milestones(cell: Cell, results: Results) -> Columns:
 
 
 def _after(cell: Cell, step: int) -> str:
-    """The perplexity of a run after ``step``, by the convention if the run has it."""
+    """The perplexity of a run after ``step``, GaLore-style if the run has it."""
     records = cell.metrics[cell.metrics.step == step] if len(cell.metrics) else cell.metrics
     for name, mark in (("eval/perplexity_galore", ""), ("eval/perplexity", UNBIASED)):
         if name in records and records[name].notna().any():
@@ -419,8 +419,8 @@ COLUMNS: dict[str, Callable[[Cell, Results], Columns]] = _named(
 )
 PICTURES: dict[str, Callable[[Results], Iterator[Picture]]] = _named(loss_curves, map_speed, gradient_paths)
 CONVENTION = (
-    "PPL follows the convention of the published tables: the loss of n batches is divided by n + 1. A number with"
-    f"{UNBIASED} is unbiased, because the validation text is too short for the convention."
+    "PPL is GaLore-style, as in the published tables: the loss of n batches is divided by n + 1. A number with"
+    f"{UNBIASED} is unbiased, because the validation text is too short for that."
 )
 NOTES = {
     "perplexity": f"{CONVENTION} Mean ± standard deviation (ended seeds).",

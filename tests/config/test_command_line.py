@@ -219,7 +219,7 @@ WRONG = {  # a word of each command that it refuses, and what it says instead
     "scripts/fold.py": ("nowhere", "nowhere: not a checkpoint"),
     "scripts/generate.py": ("nowhere --prompt x", "nowhere: no such folder"),
     "scripts/gradient_paths.py": ("nowhere", "config.yaml is missing"),
-    "scripts/launch.py": ("--nproc-per-nod 8 train.py", "Did you mean --nproc-per-node 8?"),
+    "scripts/launch.py": ("", "usage: launch.py"),  # torchrun judges its options
     "scripts/plan.py": ("--gpu 8", "Did you mean --gpus 8?"),
     "scripts/prepare_data.py": ("train.lr=1 --output x", "train.lr=1: does not affect texts or tokens"),
     "scripts/report.py": ("nowhere --ouput x --output x", "Did you mean --output x?"),

@@ -40,7 +40,7 @@ def test_without_a_terminal_steps_are_printed_at_intervals():
     assert all(
         text in lines[0] for text in ("3.1234", "1.00e-03", "0.321", "123k tok/s", "45.7%", "71.3 GB", "14:53:19")
     )
-    assert lines[3] == "  eval  loss 3.0000, perplexity 20.09 (galore convention 19.50)"
+    assert lines[3] == "  eval  loss 3.0000, perplexity 20.09 (GaLore-style 19.50)"
 
 
 def test_only_an_enabled_console_writes():
