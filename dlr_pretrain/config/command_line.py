@@ -228,7 +228,7 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     with session():
         for words in jobs(line.words):
             try:
-                composed = _compose(line, words)
+                composed = _compose(line.config_name, line.config_dir, words)
                 configs.append(configure(composed, composed.hydra, line, world_size, machine))
             except ConfigError as error:
                 problems += error.problems
@@ -245,9 +245,9 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     return configs
 
 
-def _compose(line: CommandLine, words: Sequence[str]) -> DictConfig:
-    search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
-    return compose(line.config_name, [*search, *words], return_hydra_config=True)
+def _compose(name: str, folder: str | None, words: Sequence[str]) -> DictConfig:
+    search = [] if folder is None else [f"hydra.searchpath=[file://{os.path.abspath(folder)}]"]
+    return compose(name, [*search, *words], return_hydra_config=True)
 
 
 def jobs(words: list[str]) -> Iterator[list[str]]:
@@ -299,6 +299,16 @@ def _resolved(composed: DictConfig) -> dict[str, Any]:
     return tree
 
 
+@cache
+def _of_options(name: str, folder: str | None, words: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """The configuration without overrides, composed and resolved; empty if its options need the value of a key."""
+    try:
+        composed = _compose(name, folder, words)
+        return composed, _resolved(composed)
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return OmegaConf.create(), {}
+
+
 def _changed(
     cfg: Config, choices: Mapping[str, str], given: set[str], line: CommandLine
 ) -> tuple[dict[str, Any], list[str]]:
@@ -308,11 +318,7 @@ def _changed(
         return {}, []
     words = [f"{group}={option}" for group, option in choices.items() if option] + [f"seed={cfg.seed}"]
     words += [word for word in line.words if _is_hydras(key_of(word))]
-    try:
-        composed = _compose(line, words)
-        tree = _resolved(composed)
-    except (HydraException, OmegaConfBaseException, ValueError):  # the options alone need the value of a key
-        composed, tree = OmegaConf.create(), {}
+    composed, tree = _of_options(line.config_name, line.config_dir, tuple(words))
     filled: Any = OmegaConf.to_container(OmegaConf.merge(to_dict(cfg), tree))
     standard = identity(parse(filled))
     valued = {name for name, value in flatten(tree).items() if is_value(value)} | {"seed", "data.streams"}

@@ -217,7 +217,7 @@ def test_a_run_does_not_resume_on_another_version(tmp_path, train, corpus):
             with pytest.raises(Stopped):
                 train(tmp_path / "run", *of)
         os.utime(path, (1_000_000_100, 1_000_000_100))
-        with pytest.raises(UserError, match=rf"holds another run:\n  data.versions at {address}: .* there, .* here"):
+        with pytest.raises(UserError, match=rf"holds another run:\n  data.versions at {address}: other contents than "):
             train(tmp_path / "run", *of)
 
 

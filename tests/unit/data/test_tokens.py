@@ -564,7 +564,7 @@ def test_a_tokenizer_with_too_few_tokens_is_refused_in_our_words(tmp_path, capsy
     assert code == EXIT_FAILED and re.search(f"{rule}. Give --train-tokenizer a larger number, or lower --char", said)
     assert "--character_coverage" not in said and "src/" not in said
     assert trained(tmp_path, capsys, texts, "--character-coverage", "0.99")[0] == EXIT_FAILED
-    assert trained(tmp_path, capsys, texts, "--train-tokenizer", "9", "--character-coverage", "0.5")[0] == EXIT_CONFIG
+    assert trained(tmp_path, capsys, texts, "--train-tokenizer", "9", "--character-coverage", "0.5")[0] == EXIT_FAILED
 
 
 def cut(path: Path) -> None:

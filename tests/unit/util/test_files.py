@@ -87,7 +87,9 @@ def test_no_command_writes_into_a_folder_of_others(name, tmp_path, monkeypatch, 
     for file in ("README.md", "config.json", "model.safetensors", "report.md", "notes.json"):
         (theirs / file).write_text("mine")
     (tmp_path / "rows.json").write_text(json.dumps([{"instruction": "a", "output": "b"}]))
-    (tmp_path / "text").mkdir()
+    for folder in ("text", "folded"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "folded" / "config.json").write_text("{}")
     (tmp_path / "text" / "a.txt").write_text("some text\n" * 50)
     (tmp_path / "spiece.model").write_bytes((corpus / "spiece.model").read_bytes())
     (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
