@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.cli import load
+from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split, unpadded_sizes
 from dlr_pretrain.models.layer import SeededInit, named_layers
@@ -41,6 +42,10 @@ def assert_normal(weight: Tensor, std: float) -> None:
 def assert_uniform(weight: Tensor, bound: float, rel: float = 0.02) -> None:
     assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=rel)
     assert (1 - rel) * bound < weight.abs().max().item() <= bound
+
+
+def test_every_backbone_has_its_formula():
+    assert {path.stem for path in (CONFIG_DIR / "backbone").glob("*.yaml")} == FORMULAS.keys()
 
 
 @pytest.mark.parametrize("backbone", FORMULAS)
