@@ -77,7 +77,7 @@ def no_flag(words: Sequence[str], flags: Collection[str], keys: Collection[str])
 
 def texts(text: str) -> list[str]:
     """Converts a list such as ``cola,cola+dlr``."""
-    return [word for word in text.split(",") if word]
+    return [word for word in map(str.strip, text.split(",")) if word]
 
 
 def integers(text: str) -> list[int]:

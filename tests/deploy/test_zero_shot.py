@@ -79,7 +79,7 @@ def folders(tmp_path_factory, rows) -> list[Path]:
 def test_accuracies_are_those_of_scores_written_by_hand(folders, data, rows, as_in_paper):
     """A score is the sum of log p over the tokens that the joint encoding adds to the context's, without padding. As in
     the paper, choices of one token tie, and the first one wins."""
-    found = zero_shot.evaluate(folders[0], zero_shot.load_tasks(",".join(rows), data), as_in_paper, None, batch_size=7)
+    found = zero_shot.evaluate(folders[0], zero_shot.load_tasks(list(rows), data), as_in_paper, None, batch_size=7)
     assert (found["context_length"], found["dtype"], list(found["tasks"])) == (1024, "float32", list(rows))
     model, tokenizer = open_folder(folders[0])
     end = [tokenizer.eos_token_id] if as_in_paper else []
@@ -137,7 +137,7 @@ def test_a_mistake_is_reported_in_one_line(command, folders, data, tmp_path):
         ((folders[0], "--tasks", "piqa", "--data", data / "nowhere"), "piqa: its documents cannot be read from"),
         ((folders[0], "--tasks", "piqa", "--data", tmp_path), "a folder that has <task>/<split>.jsonl"),
         ((folders[0], "--tasks", "boolq", "--data", tmp_path), "boolq: its documents cannot be read from"),
-        ((data, "--tasks", "boolq", "--data", data), "has no config.json. Name a folder that an export wrote"),
+        ((data, "--tasks", "boolq", "--data", data), "has no config.json, which an export has"),
     ):
         code, _, said = command(*words)
         assert code == 3 and message in said, words
