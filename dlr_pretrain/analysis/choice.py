@@ -24,7 +24,7 @@ LEVEL = 0.95
 NOTE = (
     "A difference is in nats/token, between runs with the same seed; a negative one favours the row's method. "
     "Intervals are by Student's t, at 95 % for all differences of a scale together. A method is called better if its "
-    "interval excludes zero. PPL is the mean ± standard deviation (seeds)."
+    "interval, at the level in brackets, excludes zero. PPL is the mean ± standard deviation (seeds)."
 )
 HELD_OUT = "All numbers are of the half of the validation text that did not choose the learning rate."
 
@@ -61,7 +61,7 @@ def compare(trials: Sequence[dict], partners: Mapping[str, str] = MappingProxyTy
         trials        the ``trials``; a loss that is not finite is null
 
     A method is better if the interval of the mean difference excludes zero. All intervals together hold at LEVEL
-    (Bonferroni).
+    (Bonferroni). Methods that are trained on different numbers of tokens are not compared.
     """
     methods = dict.fromkeys(trial["method"] for trial in trials)
     chosen = {method: choose([trial for trial in trials if trial["method"] == method]) for method in methods}
@@ -69,26 +69,30 @@ def compare(trials: Sequence[dict], partners: Mapping[str, str] = MappingProxyTy
     first = next((method for method in methods if partners.get(method, method) == method), next(iter(methods)))
     pairs = {method: partners.get(method, first) for method in methods}
     pairs = {method: against for method, against in pairs.items() if against != method and against in methods}
+    budgets = {trial["method"]: trial.get("planned_tokens") for trial in trials}
     results = []
     for method, against in pairs.items():
         choice, other = chosen[method], chosen[against]
         reasons = [f"{name}: {chosen[name]['reason']}" for name in (against, method) if chosen[name]["reason"]]
         designs = [(one["rates"], one["seeds"], {*one["losses"]}) for one in (other, choice)]
         common = [seed for seed in choice["losses"] if seed in other["losses"]]
+        if budgets[method] != budgets[against]:
+            reasons.append(f"it is trained on {budgets[method]:,} tokens, {against} on {budgets[against]:,}")
         if not reasons and ((tuned and designs[0] != designs[1]) or not common):
             reasons = [f"its rates or seeds are not those of {against}"]
-        by_seed, difference, better = {}, None, None
-        if not reasons:
-            by_seed = {seed: choice["losses"][seed] - other["losses"][seed] for seed in common}
-            difference = estimate(list(by_seed.values()), 1 - (1 - LEVEL) / len(pairs))
-            low, high = difference["low"], difference["high"]
-            if low is None:
-                reasons = ["one seed says nothing about what another would give"]
-            else:
-                better = method if high < 0 else against if low > 0 else "none shown"
+        by_seed = {} if reasons else {seed: choice["losses"][seed] - other["losses"][seed] for seed in common}
         alone = sorted({*choice["losses"]} ^ {*other["losses"]}) if by_seed else []
-        result = {"against": against, "method": method, "by_seed": by_seed, "difference": difference, "alone": alone}
-        results.append(result | {"better": better, "reason": "; ".join(reasons)})
+        results.append({"against": against, "method": method, "by_seed": by_seed, "alone": alone, "better": None,
+                        "difference": None, "reason": "; ".join(reasons)})  # fmt: skip
+    intervals = sum(len(result["by_seed"]) > 1 for result in results)
+    for result in filter(lambda result: result["by_seed"], results):
+        difference = estimate(list(result["by_seed"].values()), 1 - (1 - LEVEL) / max(1, intervals))
+        low, high = difference["low"], difference["high"]
+        result["difference"] = difference
+        if low is None:
+            result["reason"] = "one seed says nothing about what another would give"
+        else:
+            result["better"] = result["method"] if high < 0 else result["against"] if low > 0 else "none shown"
     finite = [{key: _finite(value) for key, value in trial.items()} for trial in trials]
     return {"tuned": tuned, "chosen": chosen, "comparisons": results, "trials": finite}
 
@@ -165,8 +169,4 @@ def difference_table(compared: Sequence[dict]) -> Table:
             if len(choice["rates"]) > 1 and choice["lr"] in (choice["rates"][0], choice["rates"][-1]):
                 rule = "is at an end of its rates, and a better one may lie beyond: add rates to train.lr="
                 notes.append(f"{method} at {one['scale']}: {choice['lr']:g} {rule}")
-        budgets = {trial["method"]: trial["planned_tokens"] for trial in one["trials"]}
-        if len(set(budgets.values())) > 1:
-            listed = "; ".join(f"{method} {tokens:,} tokens" for method, tokens in budgets.items())
-            notes.append(f"The budgets at {one['scale']} are not equal: {listed}.")
     return varying("differences", "Differences in loss", rows, notes)

@@ -185,5 +185,7 @@ def _html(part: Part) -> str:
         return f"{title}<div class=scroll>{part.html()}</div><ul>{_list(part.notes)}</ul>"
     image = base64.b64encode(part.path.read_bytes()).decode()
     caption = f"<figcaption>{html.escape(part.caption)}</figcaption>"
+    alt = html.escape(part.caption or part.path.stem)
     small = " class=small" if part.small else ""
-    return f'<figure id="{part.path.stem}"{small}><img alt="" src="data:image/png;base64,{image}">{caption}</figure>'
+    shown = f'<img alt="{alt}" src="data:image/png;base64,{image}">'
+    return f'<figure id="{part.path.stem}"{small}>{shown}{caption}</figure>'

@@ -94,7 +94,7 @@ def headline(all_runs: Runs) -> Table:
         "Training took": f"{timedelta(seconds=round(3600 * (run.hours if run.step else 0)))} on {run.machine}",
         "Speed": NONE if pd.isna(run.speed) else f"{run.speed:,.0f} tokens/s",
         "MFU": digits(run.mfu, ".1%"),
-        "Memory": NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB, the peak per GPU",
+        "Memory": NONE if pd.isna(run.memory) else f"{run.memory:.2f} GB at its peak, per GPU or process",
         "Code": ", ".join(run.code),
         "Versions": ", ".join(f"{name} {version}" for name, version in run.start.get("packages", {}).items()),
     }

@@ -95,7 +95,10 @@ def test_intervals_are_students_t():
     assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0], 0.95)["low"]) == (2.0, None)
     loss = lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two"))  # noqa: E731
     found = compare(trials(loss, ["one", "two", "three", "four"], seeds=[1]))
+    assert found["comparisons"][0]["difference"]["level"] == 0.95  # one seed has no interval
+    found = compare(trials(loss, ["one", "two", "three", "four"], seeds=[1, 2]))
     assert [c["difference"]["level"] for c in found["comparisons"]] == pytest.approx([1 - 0.05 / 3] * 3)
+    found = compare(trials(loss, seeds=[1]))
     assert "not decided: one seed" in shown(found).Better[1]
 
 
@@ -109,8 +112,9 @@ def test_a_report_chooses_rates_and_says_what_a_reader_must_know(tmp_path):
     named = ["cola", "cola+dlr", "cola+dlr (alpha=0.5, steps=60)"]
     assert sorted(found["chosen"]) == named and {c["lr"] for c in found["chosen"].values()} == {0.003}
     text = "\n".join(write_reports([str(tmp_path / "runs")], tmp_path / "out", "report.py"))
-    assert "-0.2000 (2) | -0.2000 to -0.2000 (97.5 %)" in text
-    assert "cola at tiny: 0.003 is at an end of its rates" in text and "The budgets at tiny are not equal" in text
+    assert "-0.2000 (2) | -0.2000 to -0.2000 (95 %)" in text  # the only interval
+    assert "cola at tiny: 0.003 is at an end of its rates" in text
+    assert "not decided: it is trained on 81,920 tokens, cola on 122,880" in text
     assert (tmp_path / "out/figures/rates_tiny.png").exists()
     assert json.loads((tmp_path / "out/choice.json").read_text())["scales"][0]["chosen"] == found["chosen"]
     a_run(tmp_path / "runs/longer", *SHORT, "backbone=lax", "train.seq_len=32")
