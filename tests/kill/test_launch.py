@@ -89,7 +89,7 @@ def test_a_killed_worker_gives_the_code_of_its_signal(tmp_path):
 def test_codes_of_workers_and_restarts_by_torchrun(monkeypatch, capsys):
     assert [launcher.exit_code(code, {15}) for code in (0, 3, 75, -15, -9)] == [0, 3, 75, EXIT_STOPPED, 137]
     monkeypatch.setattr(sys, "argv", ["launch.py", "--max-restarts", "2", "train.py"])
-    assert launcher.main() == EXIT_CONFIG
+    assert launcher.launch(set()) == EXIT_CONFIG
     assert "--max-restarts: a run that has stopped would be started again" in capsys.readouterr().err
 
 
