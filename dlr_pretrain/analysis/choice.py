@@ -100,8 +100,8 @@ def compare(trials: Sequence[dict], partners: Mapping[str, str] = MappingProxyTy
 def choose(trials: Sequence[dict]) -> dict:
     """The best rate ``lr`` of a method (None if none can be chosen) among ``rates``, by the mean loss over ``seeds``.
 
-    ``losses`` maps each seed to its loss on half B, or to None if the run diverged. If there is no result yet,
-    ``reason`` explains it. A rate with a diverged run is not chosen.
+    ``losses`` maps each seed to its loss on half B, or to None if the run diverged. A rate with a
+    diverged run is not chosen. ``reason`` says why there is no result yet.
     """
     by_seed: dict[object, dict[float, dict]] = {}
     for trial in trials:
