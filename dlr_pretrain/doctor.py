@@ -301,8 +301,8 @@ class RankChecks:
             scratch = Path(ranks.on_main(lambda: opened.enter_context(temporary())))
             cfg = short(resolve_micro_batch(self.cfg, ranks, corpus.vocab_size, scratch), ranks.world_size, scratch)
             validation, few = corpus.validation, 2 * ranks.world_size  # sequences
-            head = replace(validation, tokens=validation.tokens[:few], lengths=validation.lengths[:few])
-            corpus = replace(corpus, validation=head)
+            head = replace(validation, tokens=validation.tokens[:few], lengths=validation.lengths[:few], parts={})
+            corpus = replace(corpus, validation=head, sets={})
             run = Run(cfg, scratch, ranks, self.stop, Console(cfg, enabled=False), corpus)
             run.complete()
             ended = time.time()

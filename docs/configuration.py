@@ -10,7 +10,7 @@ import yaml
 
 from dlr_pretrain.config.key import MANDATORY, Key
 from dlr_pretrain.config.problems import as_typed
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, keys_in
+from dlr_pretrain.config.tree import CONFIG_DIR, ENTRIES, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, keys_in
 from dlr_pretrain.config.values import flatten, options_class
 from dlr_pretrain.util.text import markdown_table
 
@@ -42,6 +42,9 @@ def page() -> str:
             keys = {dotted: key for dotted, key in _declared(name, declared) if not key.fixed}
             if keys:
                 parts += ([f"`{title}`:"] if title != name else []) + [_keys(keys)]
+        for entries, declared in ENTRIES.items():
+            if entries.startswith(f"{name}."):
+                parts += [f"`{entries}`, for each name:", _keys(keys_in(f"{entries}.<name>", declared))]
     return "\n\n".join(parts) + "\n"
 
 

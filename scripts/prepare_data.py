@@ -60,9 +60,10 @@ def run(given: argparse.Namespace, overrides: list[str], flags: list[str]) -> No
     from dlr_pretrain.data.tokenizer import open_tokenizer
     from dlr_pretrain.data.tokens import TokenSource
 
-    source = None if cfg.data.source == "tokens" else open_source(cfg, say)
+    source = None if cfg.data.source in ("tokens", "mix") else open_source(cfg, say)
     if not isinstance(source, TextSource):
-        raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
+        rule = "tokens are what this command makes, of one text at a time"
+        raise ConfigError([Problem("data", cfg.data.source, rule, "Name the source of the text")])
     if given.train_tokenizer is not None:
         if cfg.tokenizer.path is not None:
             rule = "--train-tokenizer makes its own"

@@ -22,6 +22,8 @@ def main() -> int:
     output = "for report.html, report.md, numbers.csv, tables, figures"
     parser.add_argument("places", nargs="+", metavar="place", help="a run directory, a folder of them, or a glob")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=output)
+    about = "the validation set whose losses are compared: one of eval.sets, or a source of a mixture"
+    parser.add_argument("--set", dest="of_set", default="", metavar="NAME", help=about)
     given = parser.parse_args()
     return command(lambda: report(given))
 
@@ -29,7 +31,7 @@ def main() -> int:
 def report(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.report import write_reports
 
-    for line in write_reports(given.places, given.output, shlex.join(["python", *sys.argv])):
+    for line in write_reports(given.places, given.output, shlex.join(["python", *sys.argv]), given.of_set):
         say(line, sys.stdout)
 
 

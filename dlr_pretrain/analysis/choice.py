@@ -35,7 +35,7 @@ def comparisons(all_runs: Runs) -> Iterator[dict]:
     Nothing for a scale with a single run configuration, or with evaluations of different text.
     """
     for scale, runs in all_runs.runs.sort_values("order").groupby("scale", sort=False):
-        if runs.key.nunique() > 1 and not differing_text(runs):
+        if runs.key.nunique() > 1 and not differing_text(runs, all_runs.of_set):
             plain = runs[runs.dlr == "off"].set_index("pair").family.to_dict()
             with_dlr = runs[runs.dlr != "off"].set_index("family").pair.to_dict()
             partners = {family: plain[pair] for family, pair in with_dlr.items() if pair in plain}

@@ -50,6 +50,7 @@ OF_ONE_RUN = (("loss", "train/loss", "loss (dots: evaluations)"), ("learning_rat
 FROM_0 = ("train/lr", "train/grad_norm", "perf/tokens_per_second")  # of a single run
 SHOWN = {*METRICS, "train/lr", "train/real_tokens", "train/skipped", "eval/perplexity_galore", "eval/loss_a",
          "eval/loss_b", "run", "flops", "hours"}  # fmt: skip
+OF_SETS = re.compile(r"data/.*|eval/.+/(loss_[ab]|perplexity)")  # of the sources of a mixture and of validation sets
 FIGURES = (
     ("loss_tokens", "train/loss", "train/tokens", LOSS),
     ("loss_flops", "train/loss", "flops", LOSS),
@@ -100,7 +101,7 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
 def draw(all_runs: Runs, folder: Path) -> Iterator[Picture]:
     """Write to ``folder`` the figures for which the runs have numbers."""
     for scale, runs in all_runs.runs[all_runs.runs.step > 0].groupby("scale", sort=False):
-        of_scale = Runs(runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], [])
+        of_scale = Runs(runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], [], all_runs.of_set)
         file = _as_file(scale)
         for name, column, x, what in FIGURES:
             if of_scale.metrics[[column, x]].notna().all(axis=1).any():
@@ -113,7 +114,8 @@ def _as_file(scale: str) -> str:
 
 def draw_run(all_runs: Runs, folder: Path) -> Iterator[Picture]:
     """Write the small figures of a single run. Each metric that the user has added has its own."""
-    added = [(re.sub(r"\W+", "_", name), name, name) for name in all_runs.metrics if name not in SHOWN]
+    added = [(re.sub(r"\W+", "_", name), name, name) for name in all_runs.metrics
+             if name not in SHOWN and not OF_SETS.fullmatch(name)]  # fmt: skip
     for name, column, what in (*OF_ONE_RUN, *added):
         if name == "loss" or (column in all_runs.metrics and all_runs.metrics[column].notna().any()):
             ax = axes((3.2, 2.5), dpi=300)

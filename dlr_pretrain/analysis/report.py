@@ -87,22 +87,24 @@ def no_formula(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
-def write_reports(places: Sequence[str | Path], output: Path, command: str) -> list[str]:
-    """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns lines for a terminal.
+def write_reports(places: Sequence[str | Path], output: Path, command: str, of_set: str = "") -> list[str]:
+    """Write the report of the runs in ``places`` into ``output``; returns lines for a terminal. See ``read_runs``.
 
     ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
     figure in the formats of ``figures.IMAGES``, ``numbers.csv`` the numbers of each run at full precision, and
     ``choice.json`` what ``choice.comparisons`` returns.
     """
     claim(output, "report.py")
-    all_runs = read_runs(places)
+    all_runs = read_runs(places, of_set)
     compared = list(comparisons(all_runs))
     chosen = [difference_table(compared)] if compared else []
     tables = [*chosen, *run_tables(all_runs)]
     write_tables(tables, output / "tables")
     rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
     parts: list[Part] = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
-    write_page("Pre-training runs", all_runs.remarks, parts, command, output)
+    write_page(
+        "Pre-training runs" + f", evaluated on {of_set}" * bool(of_set), all_runs.remarks, parts, command, output
+    )
     write_csv(all_runs.runs[NUMBERS], output / "numbers.csv")
     write_durably(output / "choice.json", json.dumps({"command": redact(command), "scales": compared}, indent=1))
     lines = [f"note: {remark}" for remark in all_runs.remarks] + [one.markdown() for one in chosen]

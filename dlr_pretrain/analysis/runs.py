@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dlr_pretrain.config.identity import ORIGIN, TEXT
+from dlr_pretrain.config.identity import TEXT, facts
 from dlr_pretrain.config.run_folder import read_config, read_record
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.util.errors import UserError
@@ -27,6 +27,8 @@ METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "per
            "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 NAME_OF = {"data.shards": "data.root", "tokenizer.pieces": "tokenizer.path", "run.start_from.weights": "run.start_from"}
+SEEDS = ("seed", "data.seed")
+EVALUATED = "eval.text."  # of an identity: the text of a named validation set
 NONE = "–"  # what a table shows for a missing value
 LARGEST_METRIC = 1e30  # above that a number is damaged, and no figure can show it
 CONFIG: Shape = {
@@ -80,30 +82,33 @@ class Runs:
     """``runs``: what was trained, its state and its last numbers. ``metrics``: every update, with its ``run``.
 
     ``loss``, ``ppl`` and ``convention`` are those after the last update of the schedule: infinite for a diverged run,
-    NaN for an unfinished one. ``remarks`` say what a mean would hide and what is wrong with the files.
+    NaN for an unfinished one. They are of the validation text, or of the named set ``of_set``. ``remarks`` say what a
+    mean would hide and what is wrong with the files.
     """
 
     runs: pd.DataFrame
     metrics: pd.DataFrame
     remarks: list[str]
+    of_set: str = ""
 
     def groups(self) -> list[tuple[pd.Series, pd.DataFrame]]:
         """For each group its first run, to read what all share, and all its runs, in the order of scale and name."""
         return [(runs.iloc[0], runs) for _, runs in self.runs.groupby("key", sort=False)]
 
 
-def read_runs(places: Sequence[str | Path]) -> Runs:
+def read_runs(places: Sequence[str | Path], of_set: str = "") -> Runs:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
 
-    Where several runs have the same configuration and seed, the one with the most steps is kept. Raises UserError if no
-    run can be read.
+    Their losses are those of the validation set ``of_set``: a source of a mixture, or one of ``eval.sets``. Where
+    several runs have the same configuration and seed, the one with the most steps is kept. Raises UserError if no run
+    can be read.
     """
     rows: list[dict] = []
     metrics: list[pd.DataFrame] = []
     remarks: list[str] = []
     for folder in _folders(places, remarks):
         try:
-            row, updates = _read(folder, remarks)
+            row, updates = _read(folder, remarks, of_set)
         except Exception as error:  # whatever is wrong with this run, the others get their report
             kind = "" if isinstance(error, UserError) else f"damaged: {type(error).__name__}: "
             remarks.append(f"{folder.name} is left out: {kind}{error}")
@@ -113,8 +118,8 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
     if not rows:
         raise UserError("no run could be read. " + " ".join(map(one_line, remarks)))
     runs = _in_groups(pd.DataFrame(rows).assign(order=range(len(rows))), remarks)
-    remarks += _remarks_on(runs)
-    return Runs(runs, pd.concat(metrics, ignore_index=True), [*map(one_line, remarks)])
+    remarks += _remarks_on(runs, of_set)
+    return Runs(runs, pd.concat(metrics, ignore_index=True), [*map(one_line, remarks)], of_set)
 
 
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
@@ -131,7 +136,7 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     return list(folders.values())
 
 
-def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
+def _read(folder: Path, remarks: list[str], of_set: str) -> tuple[dict, pd.DataFrame]:
     """The row of a run, and its updates. Raises UserError if the run cannot be read."""
     config, manifest = read_config(folder), read_record(folder)
     if not manifest:
@@ -177,7 +182,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "memory": recent["perf/max_memory_gb"].max(),
     }
     row |= {name: one_line(value) for name, value in row.items() if isinstance(value, str) and name != "run"}
-    return row | _progress_of(config["train"]["steps"], manifest, records), metrics
+    return row | _progress_of(config["train"]["steps"], manifest, records, of_set), metrics
 
 
 def _hours(times: pd.Series, starts: Sequence[float]) -> pd.Series:
@@ -188,7 +193,7 @@ def _hours(times: pd.Series, starts: Sequence[float]) -> pd.Series:
     return (within + start.map(earlier)) / 3600
 
 
-def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
+def _progress_of(planned: int, manifest: dict, records: list[dict], of_set: str) -> dict:
     """The state of a run and its last numbers."""
     last = records[-1] if records else {"step": 0}
     final: dict = next((r for r in reversed(records) if "eval/loss" in r and r["step"] >= planned), {})
@@ -199,10 +204,14 @@ def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
         "tokens": _as_float(last.get("train/tokens", 0)),
         "skipped": _as_float(last.get("train/skipped")),
     }
+    if of_set and final and f"eval/{of_set}/loss" not in final:
+        raise UserError(f"it has no validation set {of_set}")
     names = {"loss": "loss", "loss_a": "loss_a", "loss_b": "loss_b"}
     for name, key in (names | {"ppl": "perplexity", "convention": "perplexity_galore"}).items():
-        progress[name] = math.inf if diverged else _as_float(final.get(f"eval/{key}"))
-    return progress
+        evaluated = final.get(f"eval/{of_set}/{key}" if of_set else f"eval/{key}")
+        progress[name] = math.inf if diverged else _as_float(evaluated)
+    sets = {key: value for key, value in final.items() if key.count("/") == 2 and key.endswith("/perplexity")}
+    return progress | {"sets": {key.split("/")[1]: _as_float(value) for key, value in sets.items()}}
 
 
 def _as_float(value: object) -> float:
@@ -220,8 +229,10 @@ def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group,
     ``pair`` in groups that differ only in DLR, and ``family`` (a name) in groups that differ only in the learning rate.
     """
-    left_out = ("seed", "data.seed", *ORIGIN)
-    same = [{key: value for key, value in identity.items() if key not in left_out} for identity in runs.identity]
+    same = [
+        {key: value for key, value in one.items() if not (key in SEEDS or facts(key).origin or EVALUATED in key)}
+        for one in runs.identity
+    ]
     without = [{key: value for key, value in shared.items() if not key.startswith("dlr.")} for shared in same]
     runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[*map(_text, without)])
     runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
@@ -248,7 +259,7 @@ def _labels(runs: pd.DataFrame, short: bool, without: str = "") -> pd.Series:
             for key in differing([first, run.shared]):
                 if key in run.shared and key != without:
                     value = Path(str(run.identity[NAME_OF[key]])).name if key in NAME_OF else str(run.shared[key])
-                    name = key.removesuffix(".name").rpartition(".")[2] if short else key
+                    name = key.removesuffix(".name").split(".", 2)[-1] if short else key
                     apart[name] = (value if short else str(run.shared[key]))[:24]
             listed = ", ".join(f"{name}={value}" for name, value in apart.items())
             labels[i] = one_line(f"{run.method} ({listed})" if listed else run.method)
@@ -262,14 +273,16 @@ def differing(identities: Iterable[dict]) -> list[str]:
     return [key for key in keys if len({_text(identity.get(key)) for identity in identities}) > 1]
 
 
-def differing_text(runs: pd.DataFrame) -> list[str]:
+def differing_text(runs: pd.DataFrame, of_set: str = "") -> list[str]:
     """The keys by which runs are evaluated on different text. If there are any, losses cannot be compared."""
-    scored = [{key: identity.get(key) for key in TEXT} for identity in runs.identity]
+    weights = [key for one in runs.identity for key in one if key.endswith(".weight")]  # of a mixture's sources
+    keys = [*TEXT[1:], f"{EVALUATED}{of_set}"] if of_set else [*TEXT, *weights]  # a set has a text of its own
+    scored = [{key: identity.get(key) for key in keys} for identity in runs.identity]
     padded = {"data.mask_documents": False}  # a row holds one document, so masking changes nothing
     return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
 
 
-def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
+def _remarks_on(runs: pd.DataFrame, of_set: str) -> Iterator[str]:
     """Remarks on what means would hide: unfinished and diverged runs, different code or evaluation text."""
     for run in runs.to_dict("records"):
         if run["state"] == "unfinished":
@@ -282,7 +295,7 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
         if len(codes := set().union(*group.code)) > 1:
             yield f"{label} at {scale} was trained by different code: {', '.join(sorted(codes))}"
     for scale, group in runs.groupby("scale", sort=False):
-        if keys := ", ".join(differing_text(group)):
+        if keys := ", ".join(differing_text(group, of_set)):
             yield f"evaluations at {scale} are not all of the same text ({keys}): their losses cannot be compared"
 
 

@@ -111,6 +111,7 @@ def groups_table(all_runs: Runs) -> Table:
         return pair[0]["size"], pair[0].scale, math.inf if math.isnan(mean) else mean
 
     rows, order = [], sorted(all_runs.groups(), key=place)
+    sets = dict.fromkeys(name for one in all_runs.runs.sets for name in one if name != all_runs.of_set)
     for group, runs in order:
         rows.append({
             "Scale": group.scale,
@@ -119,6 +120,7 @@ def groups_table(all_runs: Runs) -> Table:
             "Loss": spread(ended(runs).loss, ".4f"),
             "PPL": spread(ended(runs).ppl),
             "PPL (GaLore-style)": spread(ended(runs).convention),
+            **{f"PPL {name}": spread(one.get(name, math.nan) for one in ended(runs).sets) for name in sets},
             "Tokens": _amount(runs.tokens.max()),
             "Parameters": _amount(runs.parameters.max()),
             "FLOPs": digits(runs.flops.max(), ".2e"),

@@ -15,11 +15,10 @@ import yaml
 from dlr_pretrain.config.key import Key, is_value, section
 from dlr_pretrain.config.problems import as_typed
 from dlr_pretrain.config.run_folder import MANIFEST, read_record
-from dlr_pretrain.config.tree import CONFIG_DIR, KEYS, OPEN_GROUPS, SECTIONS, Config, keys_in
+from dlr_pretrain.config.tree import CONFIG_DIR, KEYS, OPEN_GROUPS, SECTIONS, Config, entry_keys, keys_in
 from dlr_pretrain.config.values import all_keys, flatten, to_dict
 from dlr_pretrain.util.errors import UserError
 
-ORIGIN = {name for name, key in KEYS.items() if key.origin}
 TEXT = ("data.shards", "tokenizer.pieces", *(name for name, key in KEYS.items() if key.evaluates))
 HASHED = {"data.shards": "another text", "tokenizer.pieces": "another tokenizer", "weights": "other weights",
           "run.start_from.weights": "other weights", "texts": "other rows"}  # fmt: skip
@@ -35,9 +34,11 @@ def identity(cfg: Config) -> dict[str, object]:
 
 def facts(name: str, keys: Mapping[str, Key] = KEYS) -> Key:
     """What is true of an entry of an identity: of its key, or of the section under whose name a run records it."""
-    group = name.partition(".")[0]
+    group, *parts = name.split(".")
     shared: Key = getattr(SECTIONS.get(group), "shared", section())
     of_group = keys_in(group, SECTIONS[group]) if group in OPEN_GROUPS else {}
+    if len(parts) == 3:  # of a named entry
+        of_group = entry_keys({group: {parts[0]: {parts[1]: {}}}})
     return keys.get(name) or of_group.get(name, shared)
 
 

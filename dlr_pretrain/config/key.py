@@ -21,6 +21,7 @@ TYPE_NAMES: dict[object, str] = {
     bool: "true or false",
     str: "text",
     list[str]: "a list such as [a,b]",
+    dict: "named entries",
 }
 BOUNDS = {
     "gt": ("above", operator.gt),
@@ -37,7 +38,8 @@ def key(doc: str, default: object = MANDATORY, *, read_if: Mapping[str, object] 
     """
     bounds = {name: facts.pop(name) for name in BOUNDS if name in facts}
     declared = Key(None, default, doc, read_if=_conditions(read_if), bounds=bounds, **facts)
-    return field(default=default, metadata={"key": declared})
+    initial: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**initial, metadata={"key": declared})
 
 
 def section(*, read_if: Mapping[str, object] | None = None, **facts: Any) -> Key:
@@ -81,6 +83,7 @@ class Key:
         hints = typing.get_args(self.hint) if union else (self.hint,)
         words = tuple(w for hint in hints if typing.get_origin(hint) is Literal for w in typing.get_args(hint))
         plain = [h for h in hints if h is not type(None) and typing.get_origin(h) is not Literal]
+        plain = [dict if typing.get_origin(h) is dict else h for h in plain]
         return plain[0] if plain else None, words, type(None) in hints
 
     def takes(self) -> str:
@@ -111,6 +114,8 @@ class Key:
         elif kind is str:
             fits = isinstance(value, str) and value.strip() != "" and bool(value.encode())  # raises ValueError
             value = self.normal_path(os.path.expanduser(value)) if fits else value
+        elif kind is dict:
+            fits = value == {}  # its entries have keys of their own: see ``tree.ENTRIES``
         elif kind == list[str]:
             value = [value] if isinstance(value, str) else value
             fits = isinstance(value, list) and all(isinstance(item, str) for item in value)

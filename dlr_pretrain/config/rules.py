@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from dlr_pretrain.config.key import Key
-from dlr_pretrain.config.problems import Problem, as_typed
+from dlr_pretrain.config.problems import MISSING, Problem, as_typed
 from dlr_pretrain.config.tree import (
     DEFAULT_STREAMS,
     OPEN_GROUPS,
@@ -39,10 +39,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
     Without ``machine``, rules about this machine's files and packages are not checked.
     """
-    problems = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
-    if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
-        rule = "data=local needs the folder of its files"
-        problems.append(Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample"))
+    problems = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_texts(cfg), *_secrets(cfg)]
     if cfg.run.start_optimizer and cfg.run.start_from is None:
         problems.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))
     problems += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
@@ -188,6 +185,23 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
     if cfg.profile.enabled and end > last:
         rule = f"with profile.steps={cfg.profile.steps}, the trace must end within the {last} steps of the run"
         yield Problem("profile.start", cfg.profile.start, rule)
+
+
+def _texts(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    if data.source == "local" and data.root is None and data.train_files is None:
+        rule = "data=local needs the folder of its files"
+        yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
+    if data.source == "mix" and not data.sources:
+        fix = "Set data.sources.<name>={root: <folder of tokens>, weight: <number>} for each"
+        yield Problem("data.sources", MISSING, "data=mix needs the texts that it mixes", fix)
+    names = [f"data.sources.{name}" for name in data.sources] + [f"eval.sets.{name}" for name in cfg.eval.sets]
+    for name in names:
+        if not re.fullmatch(r"[\w-]+", name.split(".", 2)[2]):
+            yield Problem(name, MISSING, "a name has only letters, digits, _ and -")
+    for name in data.sources.keys() & cfg.eval.sets.keys():
+        rule = f"data.sources.{name} is evaluated under this name"
+        yield Problem(f"eval.sets.{name}", MISSING, rule, "Choose another name")
 
 
 def _secrets(cfg: Config) -> Iterator[Problem]:

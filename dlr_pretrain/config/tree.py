@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ GPUS_A_NODE = 8  # assumed for plans, where torchrun does not set it
 DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is null and the batch allows it
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
 FILES = {"data.source": "local"}  # of keys that are read if the text is in files
-of_files = partial(key, origin=True, read_if=FILES)
+ANY_FILES = {"data.source": ("local", "mix")}  # the same, also if a mixture reads files
+of_files, of_any_files = partial(key, origin=True, read_if=FILES), partial(key, origin=True, read_if=ANY_FILES)
 COSINE = {"optimizer.schedule": "cosine"}  # of keys that are read unless the optimizer has its own schedule
 
 
@@ -138,9 +139,34 @@ class Parallel:
 
 
 @dataclass
+class ValidationText:
+    """A further validation set: ``eval.sets.<name>``."""
+
+    shared: ClassVar[Key] = section()
+    root: str = key("folder of its tokens or files, or an address", path=True, origin=True)
+    source: Literal["tokens", "local"] = key(
+        "tokens of scripts/prepare_data.py, or files of text", "tokens", origin=True
+    )
+    validation_files: str | None = key("as data.validation_files", None, origin=True)
+    text_key: str = key("as data.text_key", "text", origin=True)
+
+
+@dataclass
+class MixedText(ValidationText):
+    """A source of a mixture: ``data.sources.<name>``."""
+
+    shared: ClassVar[Key] = section(binds="position", read_if={"data.source": "mix"})
+    weight: float = key("share of the sequences, relative to the weights of the other sources", gt=0, le=1e6)
+    train_files: str | None = key("as data.train_files", None, origin=True)
+
+
+@dataclass
 class Data:
     shared: ClassVar[Key] = section(binds="position")
-    source: Literal["local", "tokens", "sample"] = key("where the text comes from", fixed=True, origin=True)
+    source: Literal["local", "tokens", "sample", "mix"] = key("where the text comes from", fixed=True, origin=True)
+    sources: dict[str, MixedText] = key(  # noqa: RUF009
+        "the texts of a mixture: data.sources.web={root: tokens/web, weight: 0.7}", {}, read_if={"data.source": "mix"}
+    )
     revision: str | None = key(
         "on the hub: a commit, tag or branch; null: the newest commit at the start", None, changes=True
     )
@@ -149,10 +175,13 @@ class Data:
         None,
         path=True,
         changes=True,
-        read_if={"data.source": ("local", "sample")},
+        read_if={"data.source": ("local", "sample", "mix")},
     )
     root: str | None = key(
-        "folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", path=True, origin=True
+        "folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://",
+        path=True,
+        origin=True,
+        read_if={"data.source": ("local", "tokens", "sample")},
     )
     train_files: str | None = of_files("glob of training shards, absolute or below data.root; null: all files", None)
     validation_files: str | None = of_files("the same for validation; null: by file name, else a held-out share", None)
@@ -160,15 +189,15 @@ class Data:
         "share of documents held out, by a hash, if there are no validation files",
         0.01,
         origin=True,
-        read_if={"data.source": ("local", "sample"), "data.validation_files": None},
+        read_if={"data.source": ("local", "sample", "mix"), "data.validation_files": None},
         gt=0,
         lt=1,
     )
     text_key: str = of_files("field of a record that holds the text; meta.text is a nested field", "text")
-    document: Literal["file", "paragraph"] = of_files(
+    document: Literal["file", "paragraph"] = of_any_files(
         "what counts as a document in a .txt file; blank lines end a paragraph", "file"
     )
-    bad_rows: Literal["stop", "skip"] = of_files("rows without text end the run, or are left out", "stop")
+    bad_rows: Literal["stop", "skip"] = of_any_files("rows without text end the run, or are left out", "stop")
     special_tokens: Literal["text", "tokens"] = of_files(
         "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens", "text"
     )
@@ -193,13 +222,13 @@ class Tokenizer:
         "repository on the hub with the tokenizer, if path is null",
         "google-t5/t5-base",
         origin=True,
-        read_if=FILES | {"tokenizer.path": None},
+        read_if=ANY_FILES | {"tokenizer.path": None},
     )
     eos: str | None = key(
         "the token that ends a document; null: the tokenizer's own",
         None,
         changes=True,
-        read_if={"data.source": ("local", "sample")},
+        read_if={"data.source": ("local", "sample", "mix")},
     )
 
 
@@ -253,6 +282,9 @@ class Eval:
     )
     packing: Literal["packed", "pad"] = key(
         "packed, or a padded document per sequence, as in published numbers", "pad", evaluates=True
+    )
+    sets: dict[str, ValidationText] = key(  # noqa: RUF009
+        "further validation sets: eval.sets.code={root: tokens/code}", {}
     )
 
 
@@ -412,6 +444,18 @@ def keys_in(name: str, declared: type) -> dict[str, Key]:
     return {f"{name}.{leaf}": key.within(shared) for leaf, key in keys_of(declared)}
 
 
+def entry_keys(tree: Mapping[str, Any]) -> dict[str, Key]:
+    """The keys of the named entries of a configuration, such as ``data.sources.web.root``."""
+    keys: dict[str, Key] = {}
+    for name, declared in ENTRIES.items():
+        group, _, leaf = name.partition(".")
+        entries = (tree.get(group) or {}).get(leaf)
+        for entry in entries if isinstance(entries, Mapping) else ():
+            keys |= keys_in(f"{name}.{entry}", declared)
+    return keys
+
+
+ENTRIES: dict[str, type] = {"data.sources": MixedText, "eval.sets": ValidationText}  # named by users
 ROOT = dict(keys_of(Config))  # the keys without a section
 KEYS = dict(ROOT)  # all keys but those of the chosen backbone and optimizer
 for name, declared in SECTIONS.items():

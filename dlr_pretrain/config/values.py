@@ -9,7 +9,7 @@ from typing import Any
 
 from dlr_pretrain.config.key import Key, is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
-from dlr_pretrain.config.tree import GROUPS, KEYS, OPEN_GROUPS, SECTIONS, Config, keys_in
+from dlr_pretrain.config.tree import ENTRIES, GROUPS, KEYS, OPEN_GROUPS, SECTIONS, Config, entry_keys, keys_in
 from dlr_pretrain.util.errors import first_line
 
 TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
@@ -56,8 +56,8 @@ def options_class(group: str, tree: Mapping) -> type:
 
 
 def all_keys(tree: Mapping) -> dict[str, Key]:
-    """Every key by dotted name, including those of the backbone and the optimizer of a tree."""
-    keys = dict(KEYS)
+    """Every key by dotted name, including those of the backbone, the optimizer and the named entries of a tree."""
+    keys = KEYS | entry_keys(tree)
     for group in OPEN_GROUPS:
         keys |= keys_in(group, options_class(group, tree))
         keys[f"{group}.{TARGET}"] = Key(str, fixed=True, changes=True)
@@ -74,7 +74,7 @@ def parse(tree: Mapping, typed: Collection[str] | None = None, problems: Sequenc
     given, words = flatten(tree), set(typed or ())
     of_options = {name for name in given if name.partition(".")[0] in OPEN_GROUPS}
     if not of_options & words:
-        _, wrong = _read(KEYS | dict.fromkeys(of_options, Key(object)), given, tree, typed)
+        _, wrong = _read(KEYS | entry_keys(tree) | dict.fromkeys(of_options, Key(object)), given, tree, typed)
         if (problems or wrong) and words.issuperset(problem.key for problem in wrong):  # none is a recipe's
             raise ConfigError([*problems, *wrong])
     values, wrong = _read(all_keys(tree), given, tree, typed)
@@ -124,6 +124,11 @@ def _build(values: Mapping[str, Any]) -> Config:
     sections: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         options = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith(f"{name}.")}
+        for leaf in [key.split(".")[1] for key in ENTRIES if key.startswith(f"{name}.")]:
+            entries: dict[str, dict[str, Any]] = {}
+            for key in [key for key in options if key.startswith(f"{leaf}.")]:
+                entries.setdefault(key.split(".")[1], {})[key.split(".")[2]] = options.pop(key)
+            options[leaf] = {entry: ENTRIES[f"{name}.{leaf}"](**given) for entry, given in entries.items()}
         kind = options_class(name, {name: {TARGET: options.pop(TARGET)}}) if name in OPEN_GROUPS else section
         sections[name] = kind(**options)
     return Config(**sections, **{key: value for key, value in values.items() if "." not in key})

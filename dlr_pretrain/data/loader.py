@@ -10,9 +10,9 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing.pool import ThreadPool
 
@@ -21,10 +21,12 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.data.mixture import Mixture, divided, mixed_rows
 from dlr_pretrain.data.packing import TokenRow, packed_rows, padded_documents, padded_rows
-from dlr_pretrain.data.sources import Source
+from dlr_pretrain.data.sources import Source, TextSource, open_validation
 from dlr_pretrain.data.streams import DocumentStream, Position, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 from dlr_pretrain.util.files import new_pool
 
@@ -45,6 +47,7 @@ class Batch:
     real_tokens: int  # number of input positions that are not padding
     state: State  # the positions of this rank's streams after this batch
     separator: int | None = None  # with data.mask_documents: the id that ends a document
+    record: dict[str, float] = field(default_factory=dict)  # how far each source of a mixture has been read
 
     @classmethod
     def empty(cls, cfg: Config, rows: int) -> Batch:
@@ -66,7 +69,7 @@ class TrainLoader:
     ):
         share = cfg.num_streams // world_size
         streams = range(rank * share, (rank + 1) * share)
-        positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in streams}
+        positions = {v: state[str(v)] if state is not None else [] for v in streams}
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(PREFETCHED_BATCHES)
         self._closed = threading.Event()
         self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
@@ -135,26 +138,33 @@ def _read_first_rows(rows: dict[int, Iterator[TokenRow]], closed: threading.Even
 
 
 def _rows_of_streams(
-    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
+    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, list[int]], closed: threading.Event
 ) -> dict[int, Iterator[TokenRow]]:
     """The rows of each stream from its position on. The first row of each has been read."""
-    seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
-    if not packed:
-        tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
-    rows: dict[int, Iterator[TokenRow]] = {}
-    for v, position in positions.items():
-        stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, packed)
-        chunks = stream.chunks(position)
-        if packed:
-            rows[v] = packed_rows(chunks, position, seq_len)
-        else:
-            rows[v] = padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
+    rows = {v: _rows_of_stream(cfg, source, tokenizer, v, position) for v, position in positions.items()}
     _read_first_rows(rows, closed)
     return rows
 
 
+def _rows_of_stream(
+    cfg: Config, source: Source, tokenizer: Tokenizer, v: int, position: Sequence[int]
+) -> Iterator[TokenRow]:
+    """The rows of stream ``v`` from ``position`` on; an empty one is the beginning."""
+    seq_len, seed, streams = cfg.train.seq_len, cfg.data.seed, cfg.num_streams
+    if isinstance(source, Mixture):
+        places = zip(source.sources.values(), divided(position, len(source.sources))[1], strict=True)
+        rows = [_rows_of_stream(cfg, one, tokenizer, v, place) for one, place in places]
+        return mixed_rows(source, rows, position, seed, v, streams)
+    if cfg.data.packing == "packed":
+        chunks = DocumentStream(source, tokenizer, seed, v, streams, True).chunks(Position(*position))
+        return packed_rows(chunks, Position(*position), seq_len)
+    tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
+    chunks = DocumentStream(source, tokenizer, seed, v, streams, False).chunks(Position(*position))
+    return padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
+
+
 def _batches(
-    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
+    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, list[int]], closed: threading.Event
 ) -> Iterator[Batch]:
     """Yields batches of equally many rows from each stream, from ``positions`` on."""
     rows = _rows_of_streams(cfg, source, tokenizer, positions, closed)
@@ -168,7 +178,8 @@ def _batches(
             tokens[number], lengths[number], position = next(rows[v])
             state[str(v)] = list(position)
         real = int(np.minimum(lengths, seq_len).sum())
-        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator)
+        record = source.progress(cfg, state[str(streams[0])][0]) if isinstance(source, Mixture) else {}
+        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator, record)
 
 
 @dataclass(frozen=True)
@@ -179,14 +190,28 @@ class ValidationSet:
     lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
     separator: int | None = None  # the id that ends a document, if documents are scored separately: see ``separated``
+    text: str = ""  # the fingerprint of its source, and how much of it was read
+    parts: Mapping[str, ValidationSet] = field(default_factory=dict)  # of a mixture: those of its sources, joined here
+
+
+def validation_sets(cfg: Config, tokenizer: Tokenizer) -> dict[str, ValidationSet]:
+    """The further validation sets, ``eval.sets``, by name."""
+    texts = {name: open_validation(cfg.data, text) for name, text in cfg.eval.sets.items()}
+    return {name: validation_set(cfg, text, tokenizer) for name, text in texts.items()}
 
 
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
     """The first validation documents in file order that reach ``eval.tokens`` real tokens, or else all of them.
 
-    Packed text ends with that token. A padded document stays whole: it fills one sequence.
-    Raises UserError if they have no text.
+    Packed text ends with that token. A padded document stays whole: it fills one sequence. Each source of a mixture has
+    its share of the tokens. Raises UserError if there is no text.
     """
+    if isinstance(source, Mixture):
+        return _joined({
+            name: validation_set(replace(cfg, eval=replace(cfg.eval, tokens=round(share * cfg.eval.tokens))),
+                                 source.sources[name], tokenizer)
+            for name, share in source.weights.items()
+        })  # fmt: skip
     wanted = max(2, cfg.eval.tokens)  # a single token has no target
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, count, has_text = [], 0, False
@@ -208,10 +233,18 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     else:
         rows, lengths = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
     separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
-    return ValidationSet(rows, lengths, count, separator)
+    return ValidationSet(rows, lengths, count, separator, f"{count} tokens of {source.fingerprint}")
 
 
-def _no_validation_text(cfg: Config, source: Source) -> UserError:
+def _joined(parts: Mapping[str, ValidationSet]) -> ValidationSet:
+    tokens, lengths = (
+        np.concatenate([getattr(part, name) for part in parts.values()]) for name in ("tokens", "lengths")
+    )
+    real, (one, *_) = sum(part.real_tokens for part in parts.values()), parts.values()
+    return ValidationSet(tokens, lengths, real, one.separator, parts=parts)
+
+
+def _no_validation_text(cfg: Config, source: TextSource | TokenSource) -> UserError:
     fix = "Set data.validation_files to files with text, or use a larger data.held_out"
     if cfg.data.bad_rows == "skip":
         fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"

@@ -15,7 +15,7 @@ from dlr_pretrain.data.streams import Chunk, Position
 from dlr_pretrain.util.tensors import IGNORE
 
 # A padded row [seq_len + 1], the number of its tokens without padding, and the stream's position after it.
-TokenRow = tuple[np.ndarray, int, Position]
+TokenRow = tuple[np.ndarray, int, tuple[int, ...]]
 
 
 def inputs_and_targets(

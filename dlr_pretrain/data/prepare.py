@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -34,7 +35,8 @@ from dlr_pretrain.data import tokens
 from dlr_pretrain.data.detect import as_read, format_of, is_compressed
 from dlr_pretrain.data.files import File
 from dlr_pretrain.data.formats import WHOLE, Part
-from dlr_pretrain.data.sources import TextSource, nothing_remains
+from dlr_pretrain.data.mixture import Mixture
+from dlr_pretrain.data.sources import Source, TextSource, nothing_remains
 from dlr_pretrain.data.streams import token_dtype, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
@@ -315,13 +317,20 @@ def _join(path: Path, parts: Sequence[Draft]) -> None:
         os.replace(drafts[suffix], path.with_suffix(suffix))
 
 
-def tokenised_once(
-    source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
-) -> TextSource | TokenSource:
+def tokenised_once(source: Source, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]) -> Source:
     """The tokens of a text, or the text itself if it is large and ``streams`` can share its files evenly.
 
     The tokens are written below ``data.cache``, or in the user's cache, where a later start finds them.
     """
+    if isinstance(source, Mixture):
+        parts = {name: _tokens_of(one, tokenizer, streams, say) for name, one in source.sources.items()}
+        return replace(source, sources=parts)
+    return _tokens_of(source, tokenizer, streams, say)
+
+
+def _tokens_of(
+    source: TextSource | TokenSource, tokenizer: Tokenizer, streams: int, say: Callable[[str], None]
+) -> TextSource | TokenSource:
     if isinstance(source, TokenSource):
         return source
     size = sum(map(text_bytes, source.files.values()))

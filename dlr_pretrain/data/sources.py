@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.tree import Data
+from dlr_pretrain.config.tree import Data, ValidationText
 from dlr_pretrain.data import sample
 from dlr_pretrain.data.files import File, pin_commits
 from dlr_pretrain.data.formats import WHOLE, Part
+from dlr_pretrain.data.mixture import Mixture
 from dlr_pretrain.data.rows import read_rows
-from dlr_pretrain.data.splits import Choice, choose
+from dlr_pretrain.data.splits import Choice, choose, choose_validation
 from dlr_pretrain.data.streams import (
     DocumentBlock,
     Place,
@@ -44,17 +46,41 @@ FIRST_DOCUMENTS = 1000  # documents at the start, of which at least one is held 
 log = logging.getLogger(__name__)
 
 
-def open_source(cfg: Config, progress: Callable[[str], None] | None = None, version: str | None = None) -> Source:
+def open_source(cfg: Config, progress: Callable[[str], None] | None = None, version: Any = None) -> Source:
     """Open the source that ``data`` names, and in it every local file, but only the first remote one.
 
     ``progress`` receives messages about long work (default: the module's log). ``version`` is what an earlier start of
     the run read. Without it the hub is asked, and a hub that does not answer is reported within seconds.
     """
-    data = cfg.data
+    if cfg.data.source != "mix":
+        return _open(cfg.data, progress or log.info, version)
+    mixed, whole = cfg.data.sources, sum(text.weight for text in cfg.data.sources.values())
+    opened = {
+        name: _open(_of_entry(cfg.data, text, train_files=text.train_files), log.info, (version or {}).get(name))
+        for name, text in mixed.items()
+    }
+    return Mixture(opened, {name: text.weight / whole for name, text in mixed.items()})
+
+
+def open_validation(data: Data, text: ValidationText) -> TextSource | TokenSource:
+    """The text of a further validation set (``eval.sets``), which is read as ``data`` says."""
+    if text.source == "tokens":
+        return TokenSource(Path(text.root))
+    data, version = pin_commits(_of_entry(data, text, train_files=None))
+    return TextSource(data, choose_validation(data), version)
+
+
+def _of_entry(data: Data, text: ValidationText, **more: Any) -> Data:
+    """``data`` with the place of another text."""
+    shared = {name: getattr(text, name) for name in ("source", "root", "validation_files", "text_key")}
+    return replace(data, **shared, **more)
+
+
+def _open(data: Data, progress: Callable[[str], None], version: str | None) -> TextSource | TokenSource:
     if data.source == "tokens":
         return TokenSource(Path(data.root or ""))
     if data.source == "sample":
-        folder = sample.folder_of(Path(data.root) if data.root else None, version, progress or log.info)
+        folder = sample.folder_of(Path(data.root) if data.root else None, version, progress)
         data, version = replace(data, root=str(folder)), folder.name
     else:
         data, version = pin_commits(data, version)
@@ -200,4 +226,4 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-Source = TextSource | TokenSource  # one rank opens it and sends it to the others
+Source = TextSource | TokenSource | Mixture  # one rank opens it and sends it to the others

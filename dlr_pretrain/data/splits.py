@@ -122,6 +122,20 @@ def choose(data: Data) -> Choice:
     return Choice(train, validation, dict(sorted(left_out.items())))
 
 
+def choose_validation(data: Data) -> Choice:
+    """The files of a validation set alone: those that ``data.validation_files`` names, or else all below the root."""
+    left_out = dict[str, str]()
+    if data.validation_files is None:
+        files, others = _chosen_by_name(data.root or "", data, [], left_out)
+        files = others or files
+    else:
+        files = _unique(data.root or "", _matched(data.root or "", data, "validation", left_out), left_out)
+    files = _without_empty(with_versions(files), data, left_out)
+    if not files:
+        raise UserError(f"{data.root}: all files of the validation set are empty. Give a file with text")
+    return Choice([], files, dict(sorted(left_out.items())))
+
+
 def _matched(root: str, data: Data, split: str, left_out: dict[str, str]) -> list[File]:
     """The files that the glob of a split matches; [] without a glob. Raises UserError if it matches none."""
     pattern = data.train_files if split == "train" else data.validation_files

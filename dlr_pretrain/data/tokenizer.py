@@ -265,7 +265,7 @@ def load_tokenizer(path: Path, end: str | None = None, special_in_text: str | No
 def open_tokenizer(cfg: Config, source) -> Tokenizer:
     """The tokenizer at ``tokenizer.path``, else the source's own, else the one at ``tokenizer.hub``."""
     path = cfg.tokenizer.path or source.tokenizer_path or _from_hub(cfg.tokenizer.hub)
-    special_in_text = None if cfg.data.source == "tokens" else cfg.data.special_tokens
+    special_in_text = None if cfg.data.source in ("tokens", "mix") else cfg.data.special_tokens
     tokenizer = load_tokenizer(Path(path), cfg.tokenizer.eos, special_in_text)
     if tokenizer.special_in_text == "tokens" and cfg.data.mask_documents:
         raise UserError(

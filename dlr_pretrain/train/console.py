@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import TextIO
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.key import keys_of
+from dlr_pretrain.data.mixture import Mixture
 from dlr_pretrain.models.flops import parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.corpus import Corpus
@@ -119,9 +121,11 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
         f"embeddings for {vocabulary:,} tokens",
         "data": f"{corpus.source.describe()}; "
         f"tokenizer with a vocabulary of {corpus.tokenizer.vocab_size:,}; {cfg.data.packing}",
+        "mixture": corpus.source.forecast(cfg) if isinstance(corpus.source, Mixture) else "",
         "training": corpus.source.contents.get("training", ""),
         "validation": f"{plural(len(validation.tokens), 'sequence')}, {validation.real_tokens:,} tokens, "
         f"{cfg.eval.packing}, from {corpus.source.contents.get('validation', 'the validation shards')}",
+        "more sets": ", ".join(f"{name}, {one.real_tokens:,} tokens" for name, one in corpus.sets.items()),
         **{name: corpus.source.contents.get(name, "") for name in ("left out", "bad rows", "special")},
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens per step",
@@ -132,11 +136,14 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     return {label: text for label, text in table.items() if text}
 
 
-def evaluation(record: dict) -> str:
-    """The results of an evaluation, as text."""
+def evaluation(record: dict, where: str = "") -> str:
+    """The results of an evaluation on the validation text (``where``, as text), and on each named set."""
     galore = record.get("eval/perplexity_galore")
     of_galore = f" (GaLore-style {decimal(galore, 2)})" if galore is not None else ""
-    return f"loss {decimal(record['eval/loss'], 4)}, perplexity {decimal(record['eval/perplexity'], 2)}{of_galore}"
+    sets = re.findall(r"^eval/(.+)/loss$", "\n".join(record), re.MULTILINE)
+    losses = "".join(f"; {name} {decimal(record[f'eval/{name}/loss'], 4)}" for name in sets)
+    whole = f"loss {decimal(record['eval/loss'], 4)}, perplexity {decimal(record['eval/perplexity'], 2)}{of_galore}"
+    return whole + where + losses
 
 
 def duration(seconds: float) -> timedelta:

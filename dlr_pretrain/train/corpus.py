@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlr_pretrain.config import Config
@@ -17,6 +17,7 @@ from dlr_pretrain.data import (
     open_tokenizer,
     tokenised_once,
     validation_set,
+    validation_sets,
 )
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
@@ -35,6 +36,7 @@ class Corpus:
     tokenizer: Tokenizer
     validation: ValidationSet
     vocab_size: int  # embedding rows
+    sets: dict[str, ValidationSet] = field(default_factory=dict)  # of ``eval.sets``
 
     @property
     def unknown(self) -> float:
@@ -63,6 +65,7 @@ class Corpus:
             "tokenizer.pieces": self.tokenizer.fingerprint,
             "data.order": self.source.order,
             **self.source.versions,  # by address, so they do not count for a copy elsewhere
+            **{f"eval.text.{name}": one.text for name, one in {**self.validation.parts, **self.sets}.items()},
         }
 
 
@@ -77,7 +80,8 @@ def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], N
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
     source = ranks.on_main(lambda: tokenised_once(opened, tokenizer, cfg.num_streams, say))
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
-    corpus = Corpus(source, tokenizer, validation, vocab_size)
+    sets = ranks.on_main(lambda: validation_sets(cfg, tokenizer))
+    corpus = Corpus(source, tokenizer, validation, vocab_size, sets)
     if corpus.unknown > REFUSED_UNKNOWN:
         raise UserError(
             f"tokenizer {tokenizer.path}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ CUT = 64  # an evaluation batch has a multiple of this number of positions, so t
 
 
 class Evaluator:
-    """Evaluates a model on ``validation``, in batches of ``micro_batch`` sequences on each rank.
+    """Evaluates a model on ``validation`` and further ``sets``, in batches of ``micro_batch`` sequences on each rank.
 
     The longest sequences come first. A batch is cut after its longest sequence, and the last batch has only the
     sequences that are left. With ``one_shape``, all batches have the full shape, because a compiled model would be
@@ -37,9 +39,11 @@ class Evaluator:
     def __init__(
         self, validation: ValidationSet, micro_batch: int, ranks: Ranks, one_shape: bool = False,
         stop: Callable[[], bool] = lambda: False, progress: Callable[[float], None] = lambda _: None,
+        sets: Mapping[str, ValidationSet] = MappingProxyType({}),
     ):  # fmt: skip
         self.validation, self.micro_batch, self.ranks, self.one_shape = validation, micro_batch, ranks, one_shape
-        self.stop, self.progress = stop, progress
+        self.stop, self.progress, self.sets = stop, progress, sets
+        self.sequences = sum(len(one.tokens) for one in (validation, *sets.values()))
 
     @torch.no_grad()
     def __call__(self, model: Llama) -> dict[str, float | None] | None:
@@ -47,49 +51,48 @@ class Evaluator:
 
         ``eval/loss`` is the mean over all targets, in nats. ``eval/loss_a`` and ``eval/loss_b`` are the means over the
         two halves (NaN if a half is empty). ``eval/perplexity`` follows from ``eval/loss``. ``eval/perplexity_galore``
-        does so by the GaLore convention; it is None if there is too little text.
+        does so by the GaLore convention; it is None if there is too little text. ``eval/<name>/loss`` and so on are
+        those of a further set, or of a source of a mixture.
         """
-        totals, done = [], 0
-        for rows in halves(len(self.validation.tokens)):
-            with without_backward(model):
-                total = self._summed(model, rows, done)
-            if total is None:
-                return None
-            totals.append(total)
-            done += len(rows)
-        summed, count = self.ranks.sum(torch.stack(totals)).unbind(1)
-        a, b = (summed / count).tolist()
-        loss = (summed.sum() / count.sum()).item()
-        return {
-            "eval/loss": loss,
-            "eval/loss_a": a,
-            "eval/loss_b": b,
-            "eval/perplexity": perplexity(loss),
-            "eval/perplexity_galore": galore_perplexity(loss, self.validation.real_tokens),
-        }
+        parts, totals, done = self.validation.parts or {"": self.validation}, dict[str, torch.Tensor](), 0
+        for name, one in {**parts, **self.sets}.items():
+            halved = []
+            for rows in halves(len(one.tokens)):
+                with without_backward(model):
+                    total = self._summed(model, one, rows, done)
+                if total is None:
+                    return None
+                halved.append(total)
+                done += len(rows)
+            totals[name] = self.ranks.sum(torch.stack(halved))
+        whole = losses("eval", torch.stack([totals[name] for name in parts]).sum(0))
+        metrics = whole | {"eval/perplexity_galore": galore_perplexity(whole["eval/loss"], self.validation.real_tokens)}
+        for name in filter(None, totals):
+            metrics |= losses(f"eval/{name}", totals[name])
+        return metrics
 
-    def _summed(self, model: Llama, rows: np.ndarray, done: int) -> torch.Tensor | None:
+    def _summed(self, model: Llama, validation: ValidationSet, rows: np.ndarray, done: int) -> torch.Tensor | None:
         """The loss summed over this rank's share of ``rows``, and the number of targets: fp64 [2]; None after a stop.
 
         ``done`` is the number of sequences before these.
         """
         device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
         mine = rows[self.ranks.rank :: world_size]
-        mine = mine[np.argsort(-self.validation.lengths[mine], kind="stable")]
-        tokens, lengths = (torch.from_numpy(a[mine]) for a in (self.validation.tokens, self.validation.lengths))
+        mine = mine[np.argsort(-validation.lengths[mine], kind="stable")]
+        tokens, lengths = (torch.from_numpy(a[mine]) for a in (validation.tokens, validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # equal on all ranks: under fsdp each forward pass is a collective
         stopped = False
         for number, start in enumerate(range(0, share, n)):
             if stopped := self._stopped(number):
                 break
-            self.progress((done + start * world_size) / len(self.validation.tokens))
+            self.progress((done + start * world_size) / self.sequences)
             sequences, ends = (_filled(a[start : start + n], n if self.one_shape else 1) for a in (tokens, lengths))
             if not self.one_shape:  # what is left out is neither seen nor scored
                 positions = max(CUT, -(-(int(ends.max()) - 1) // CUT) * CUT)
                 sequences = sequences[:, : positions + 1].contiguous()
             to_device = self.ranks.to_device
-            inputs = inputs_and_targets(to_device(sequences), to_device(ends), self.validation.separator)
+            inputs = inputs_and_targets(to_device(sequences), to_device(ends), validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return None if stopped else total
 
@@ -101,6 +104,15 @@ class Evaluator:
             return False
         asked = torch.tensor(float(self.stop()), device=self.ranks.device)
         return bool(self.ranks.sum(asked).item())
+
+
+def losses(prefix: str, totals: torch.Tensor) -> dict[str, Any]:
+    """The losses and the perplexity of a set, from the sums of losses and targets in its two halves, fp64 [2, 2]."""
+    summed, count = totals.unbind(1)
+    a, b = (summed / count).tolist()
+    loss = (summed.sum() / count.sum()).item()
+    return {f"{prefix}/loss": loss, f"{prefix}/loss_a": a, f"{prefix}/loss_b": b,
+            f"{prefix}/perplexity": perplexity(loss)}  # fmt: skip
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:

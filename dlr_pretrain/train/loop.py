@@ -112,7 +112,7 @@ class Loop:
             state.streams = batch.state
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
-            self.report(self.meter.record(step, outcome, state), evaluates and step == state.step)
+            self.report(self.meter.record(step, outcome, state) | batch.record, evaluates and step == state.step)
 
     def report(self, record: dict, evaluates: bool) -> None:
         """Write the record of an update. A stop abandons its evaluation; the resumed run then evaluates this step."""

@@ -143,7 +143,7 @@ class Run:
             opened.callback(update.close)
             evaluator = Evaluator(
                 corpus.validation, update.micro_batch, ranks, bool(cfg.compile), lambda: self.stop.asked,
-                console.evaluating,
+                console.evaluating, corpus.sets,
             )  # fmt: skip
             guard = Guard(cfg, ranks, self.stop, saver, console, corpus.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
@@ -188,7 +188,7 @@ class Run:
         """Print how good the model is, where it is, and how to load it."""
         folded, record = self.dir / "folded", last_record(self.dir / "metrics.jsonl")
         if "eval/loss" in record:
-            self.console.summary({"result": f"{evaluation(record)} on the validation text"})
+            self.console.summary({"result": evaluation(record, " on the validation text")})
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
         if not (folded / "config.json").exists():  # a user's own backbone
             code = "    transformers has no layer for this backbone: see docs/extending.md, and fold a checkpoint again"

@@ -177,7 +177,8 @@ def test_a_command_is_understood(command):
     else:
         own = rest
     if Path(name).stem in OVERRIDES:
-        composes([word for word in own if " " not in word and ("=" in word or word.startswith("-"))])
+        mappings = [word for word in own if "={" in word]
+        composes(mappings + [word for word in own if " " not in word and ("=" in word or word.startswith("-"))])
 
 
 def composes(words: list[str]) -> None:

@@ -107,6 +107,7 @@ class MemorySource(TextSource):
     """A source whose shards are lists of texts."""
 
     tokenizer_path = None
+    fingerprint = "memory"
     validation_shards = ()
     holds_out = False
 

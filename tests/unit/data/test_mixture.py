@@ -1,0 +1,232 @@
+"""Mixtures: which source a sequence comes from, what each epoch of a source reads, and runs on mixtures."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError
+from dlr_pretrain.data import open_source, open_tokenizer, streams, validation_set, validation_sets
+from dlr_pretrain.data.mixture import Mixture
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.files import read_metrics
+from tests.conftest import main_of
+from tests.resume.test_resume import assert_same, final
+from tests.unit.data.data_corpus import (
+    PACKINGS,
+    LetterTokenizer,
+    MemorySource,
+    corpus,
+    global_batches,
+    lines_of,
+    make_config,
+    same,
+    tokens_of,
+)
+
+TOKENIZER = LetterTokenizer()
+WEIGHTS = {"web": 0.7, "code": 0.3}
+
+
+@pytest.fixture
+def mixture(tmp_path, monkeypatch) -> Mixture:
+    """Two sources of unequal size, each of whose documents begins with a character of its own."""
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 8)
+    texts = corpus(8, 30)
+    for name in WEIGHTS:
+        (tmp_path / name).mkdir()
+    sources = {"web": tokens_of(tmp_path / "web", texts[:6]), "code": tokens_of(tmp_path / "code", texts[6:])}
+    return Mixture(sources, WEIGHTS)
+
+
+def config(packing="packed", batch=16, **keys):
+    return make_config("mix", train__global_batch=batch, train__seq_len=8, data__packing=packing, **keys)
+
+
+def source_names(rows, mixture: Mixture) -> list[str]:
+    """The source of each padded row, by the first character of its document."""
+    firsts = {name: {int(source.shard(shard)[0][end]) for shard in source.train_shards
+                     for end in source.shard(shard)[1][:-1]} for name, source in mixture.sources.items()}  # fmt: skip
+    return [next(name for name in firsts if int(row[0]) in firsts[name]) for row in rows]
+
+
+@PACKINGS
+def test_a_mixture_is_the_same_on_any_ranks_and_resume(packing, mixture):
+    cfg = config(packing)
+    alone = global_batches(cfg, mixture, TOKENIZER, 1, 40)
+    for ranks in (2, 4, 16):
+        assert same(global_batches(cfg, mixture, TOKENIZER, ranks, 12), alone[:12])
+    for step, ranks in ((1, 4), (7, 2), (13, 1), (24, 16), (33, 2)):
+        resumed = global_batches(cfg, mixture, TOKENIZER, ranks, 4, alone[step - 1][3])
+        assert same(resumed, alone[step : step + 4])
+
+
+@pytest.mark.parametrize("streams_, batch", [(1, 1), (4, 8), (16, 16), (64, 128)])
+@pytest.mark.parametrize(
+    "weights", [(0.7, 0.3), (1 / 3, 1 / 3, 1 / 3), (0.001, 0.01, 0.989), (0.5, 0.25, 0.125, 0.125)]
+)
+def test_shares_are_within_a_batch_of_the_weights(weights, streams_, batch):
+    mixture = Mixture({}, dict(enumerate(weights)))
+    before = np.zeros((streams_, len(weights)), int)
+    for number in range(1, 1500):
+        drawn = mixture.drawn(number, 42, streams_)
+        assert ((drawn - before).sum(1) == 1).all() and (drawn >= before).all()
+        assert (np.abs(drawn - number * np.array(weights)) < len(weights)).all()
+        assert (np.abs(drawn.sum(0) - number * streams_ * np.array(weights)) <= batch).all()
+        before = drawn
+    assert (mixture.drawn(10**9, 42, streams_).sum(1) == 10**9).all()
+
+
+def test_every_document_is_read_once_in_each_epoch_of_its_source(mixture):
+    cfg = config("pad")
+    batches = global_batches(cfg, mixture, TOKENIZER, 2, 60)
+    rows = [row for inputs, *_ in batches for row in inputs]
+    names = source_names(rows, mixture)
+    for name, source in mixture.sources.items():
+        read = [int(row[0]) for row, own in zip(rows, names, strict=True) if own == name]
+        assert abs(len(read) - WEIGHTS[name] * len(rows)) <= 16
+        size = source.sizes(packed=False)
+        epochs = len(read) / sum(size)
+        assert epochs > 2
+        counts = Counter(read).values()
+        assert len(counts) == sum(size)
+        # All streams end an epoch of a source within a sequence of each other.
+        assert max(counts) - min(counts) <= 1 + (16 / sum(size) > epochs % 1 or epochs % 1 > 1 - 16 / sum(size))
+
+
+def test_the_source_depends_on_the_seed_and_the_position_alone(mixture):
+    rows = {seed: [row for batch in global_batches(config("pad", data__seed=seed), mixture, TOKENIZER, 2, 8)
+                   for row in batch[0]] for seed in (1, 2)}  # fmt: skip
+    other = Mixture({name: mixture.sources[name] for name in ("web", "code")}, WEIGHTS)
+    again = [row for batch in global_batches(config("pad", data__seed=1), other, TOKENIZER, 4, 8) for row in batch[0]]
+    names = {seed: source_names(rows[seed], mixture) for seed in rows}
+    assert source_names(again, mixture) == names[1] != names[2]
+    assert Counter(names[1]) == Counter(names[2])
+
+
+def test_a_mixture_streams_text_beside_tokens(mixture):
+    """Of text that is streamed, the number of epochs is not known."""
+    some = Mixture({"web": mixture.sources["web"], "code": MemorySource(corpus(16, 5))}, WEIGHTS)
+    cfg = config(train__steps=40)
+    assert same(global_batches(cfg, some, TOKENIZER, 4, 6), global_batches(cfg, some, TOKENIZER, 1, 6))
+    assert {*some.progress(cfg, 5)} == {"data/web/share", "data/web/epochs", "data/code/share"}
+    assert some.forecast(cfg).startswith("web 70.0%, read ") and some.forecast(cfg).endswith("code 30.0%, streamed")
+
+
+def test_the_shares_and_epochs_are_those_of_the_rows(mixture):
+    cfg = config("pad")
+    names = Counter(source_names([row for batch in global_batches(cfg, mixture, TOKENIZER, 1, 30) for row in batch[0]],
+                                 mixture))  # fmt: skip
+    progress = mixture.progress(cfg, 30)
+    for name, source in mixture.sources.items():
+        assert progress[f"data/{name}/share"] == names[name] / 480
+        assert progress[f"data/{name}/epochs"] == names[name] / sum(source.sizes(packed=False))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture
+def mixed(tmp_path, corpus) -> list[str]:
+    """Words of a run on a mixture of tokens and files, with a further validation set."""
+    for name, count in (("web", 160), ("code", 60)):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines_of(f"{name} aeiou {i} " * (3 + i % 9) for i in range(count)))
+    tokens = tmp_path / "tokens"
+    made = main_of("prepare_data", "data=local", f"data.root={tmp_path}", "data.train_files=web.jsonl",
+                   "data.held_out=0.2", f"tokenizer.path={corpus}/spiece.model", "--output", tokens)  # fmt: skip
+    assert made == 0
+    return [
+        "data=mix", f"data.sources.web={{root: {tokens}, weight: 3}}", "data.held_out=0.2",
+        f"data.sources.code={{root: {tmp_path}, source: local, train_files: code.jsonl, weight: 1}}",
+        f"eval.sets.c4={{root: {corpus}, source: local, validation_files: c4-validation.*}}",
+        f"data.cache={tmp_path}/cache",
+    ]  # fmt: skip
+
+
+def without_root(words: list[str]) -> list[str]:
+    return [word for word in words if not word.startswith("data.root=")]
+
+
+@pytest.fixture
+def run_mixed(words, mixed, tmp_path, no_export):
+    def run(name: str, *more: str):
+        from dlr_pretrain.train.run import run as train
+
+        train(load(without_root(words(f"run.dir={tmp_path}/runs/{name}", *mixed, *more))))
+        return tmp_path / "runs" / name
+
+    return run
+
+
+def test_a_run_on_a_mixture_resumes_bit_for_bit(run_mixed, capsys):
+    whole = run_mixed("whole")
+    said = capsys.readouterr().out
+    assert "mixture     web 75.0%, read " in said and "c4, 400 tokens" in said
+    with pytest.raises(Stopped):
+        run_mixed("resumed", "train.stop_after=7")
+    assert_same(final(whole), final(run_mixed("resumed")))
+    last = read_metrics(whole / "metrics.jsonl")[-1]
+    assert last["data/web/share"] == 0.75 and last["data/code/epochs"] > 0
+    with pytest.raises(UserError, match=r"data\.sources\.web\.weight: 3\.0 there, 2\.0 here"):
+        run_mixed("resumed", "data.sources.web.weight=2")
+
+
+def test_the_loss_of_a_mixture_is_the_mean_over_its_sources(run_mixed, words, mixed):
+    cfg = load(without_root(words("run.dir=x", *mixed)))
+    source = open_source(cfg)
+    tokenizer = open_tokenizer(cfg, source)
+    whole, sets = validation_set(cfg, source, tokenizer), validation_sets(cfg, tokenizer)
+    assert {name: part.real_tokens for name, part in whole.parts.items()} == {"web": 300, "code": 100}
+    assert sets["c4"].real_tokens == 400 == whole.real_tokens
+    last = read_metrics(run_mixed("run") / "metrics.jsonl")[-1]
+    targets = {name: part.lengths.sum() - len(part.lengths) for name, part in whole.parts.items()}
+    mean = sum(last[f"eval/{name}/loss"] * count for name, count in targets.items()) / sum(targets.values())
+    assert last["eval/loss"] == pytest.approx(mean, rel=1e-6)
+    assert last["eval/c4/perplexity"] == pytest.approx(np.exp(last["eval/c4/loss"]), rel=1e-6)
+
+
+def test_a_named_set_decides_in_the_report(run_mixed, tmp_path, capsys):
+    run_mixed("one"), run_mixed("two", "dlr=on")
+    run_mixed("three", "data.sources.web.weight=1")
+    for of_set, decides in ((None, False), ("c4", True)):
+        chosen = ["--set", of_set] if of_set else []
+        assert main_of("report", tmp_path / "runs", "--output", tmp_path / f"report-{of_set}", *chosen) == 0
+        page = (tmp_path / f"report-{of_set}" / "report.md").read_text()
+        # With another mixture the validation text is another one; the further set is the same.
+        assert ("not all of the same text" in page) != decides and ("## Differences in loss" in page) == decides
+        assert "PPL web" in page and "PPL code" in page and ("PPL c4" in page) != decides
+    capsys.readouterr()
+    assert main_of("report", tmp_path / "runs", "--output", tmp_path / "other", "--set", "c5") == 3
+    assert "has no validation set c5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["data=mix"], r"data\.sources: data=mix needs the texts that it mixes\. Set data\.sources\.<name>="),
+        (["data=mix", "data.sources.a={root: x}"], r"data\.sources\.a\.weight: needs a value"),
+        (["data=mix", "data.sources.a={root: x, weight: 0}"], r"weight=0: must be a number above 0"),
+        (["data=mix", "data.sources.a={root: x, wieght: 1}"], r"wieght=1: no such key\. Did you mean data\.sources"),
+        (["data=mix", "data.sources=5"], r"data\.sources=5: must be named entries"),
+        (["data=mix", "data.sources.a=5"], r"data\.sources\.a=5: a section, not a value"),
+        (["data=mix", "data.sources={a b: {root: x, weight: 1}}"], r"data\.sources\.a b: a name has only letters"),
+        (["data=mix", "data.root=x", "data.sources.a={root: x, weight: 1}"], r"data\.root=x: would be ignored"),
+        (["data=sample", "data.sources.a={root: x, weight: 1}"], r"\.a\.root=x: would be ignored: data=sample"),
+        (["data=mix", "data.sources.a={root: x, weight: 1}", "eval.sets.a={root: y}"], r"data\.sources\.a is ev"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_mixture_is_named(given, expected):
+    with pytest.raises(ConfigError, match=expected):
+        load(["scale=tiny", "logger=jsonl", *given])
+
+
+def test_a_source_of_another_tokenizer_is_refused(run_mixed, tmp_path, corpus, capsys):
+    made = main_of("prepare_data", "data=local", f"data.root={tmp_path}", "data.train_files=code.jsonl",
+                   "--train-tokenizer", "60", "--output", tmp_path / "other")  # fmt: skip
+    assert made == 0
+    with pytest.raises(UserError, match="not the tokenizer"):
+        run_mixed("run", f"data.sources.other={{root: {tmp_path}/other, weight: 1}}")
