@@ -198,7 +198,7 @@ def network(cfg: Config) -> str:
     for server in servers:
         bypassed = not server.hostname or proxy_bypass(server.hostname)
         proxy = None if bypassed else getproxies().get(server.scheme if server.scheme == "http" else "https")
-        routes[server.hostname or server.netloc] = f"through {redact(proxy)}" if proxy else "directly"
+        routes[server.hostname or server.netloc] = f"through {redact(proxy)}" if proxy else "without a proxy"
         if proxy:
             to = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
             try:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Train a table of runs as one SLURM job array, or on this machine.", EPILOG, keys=OVERRIDES,
     )  # fmt: skip
     add = parser.add_argument
-    add("what", nargs="+", help="a runs file, and overrides of train.py in Hydra's sweep grammar")
+    add("what", nargs="+", help="a list of runs (a file), and overrides of train.py in Hydra's sweep grammar")
     add("--config-dir", metavar="DIR", help="a folder of your own options, as for train.py")
     add("--status", "--dry-run", action="store_true", help="show the states of the runs, and which are due")
     add("--local", action="store_true", help="train on this machine")

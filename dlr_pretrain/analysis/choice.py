@@ -143,6 +143,18 @@ def estimate(values: Sequence[float], level: float) -> dict:
     return {"n": n, "mean": mean, "level": level, "low": mean - reach, "high": mean + reach}
 
 
+def verdicts(compared: Sequence[dict]) -> Iterator[str]:
+    """Yields what each decided comparison shows, as a sentence."""
+    for one in compared:
+        for result in one["comparisons"]:
+            method, against, better = result["method"], result["against"], result["better"]
+            if better == "none shown":
+                yield f"{one['scale']}: no difference in loss between {method} and {against} is shown"
+            elif better:
+                other, by = against if better == method else method, abs(result["difference"]["mean"])
+                yield f"{one['scale']}: {better} is better than {other}, by {by:.4f} nats/token"
+
+
 def difference_table(compared: Sequence[dict]) -> Table:
     """Each method's difference in loss, its interval and verdict, and its value for each seed."""
     rows, notes = [], [NOTE, *([HELD_OUT] if any(one["tuned"] for one in compared) else [])]

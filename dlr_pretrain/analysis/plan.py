@@ -235,7 +235,12 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps}; {amount(p['tokens'])} tokens, padding included"
     checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB per checkpoint, and as much host memory over all ranks"
     yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at most"
-    auto = f" (the largest that fits into {GPU_BYTES / 1e9:.0f} GB)" if batch["auto"] else ""
+    share = (
+        "a rank's whole share"
+        if batch["micro_batches"] == 1
+        else f"the largest that fits into {GPU_BYTES / 1e9:.0f} GB"
+    )
+    auto = f" ({share})" if batch["auto"] else ""
     size = f"for micro-batches of {batch['micro_batch']}{auto}"
     yield "memory", f"of one GPU in GB, {size}, counted for eager code; {COMPILED}"
     for part, size in p["memory"].items():

@@ -15,7 +15,7 @@ from string import Template
 
 import pandas as pd
 
-from dlr_pretrain.analysis.choice import comparisons, difference_table
+from dlr_pretrain.analysis.choice import comparisons, difference_table, verdicts
 from dlr_pretrain.analysis.figures import Picture, draw, draw_rates, draw_run
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
@@ -102,9 +102,8 @@ def write_reports(places: Sequence[str | Path], output: Path, command: str, of_s
     write_tables(tables, output / "tables")
     rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
     parts: list[Part] = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
-    write_page(
-        "Pre-training runs" + f", evaluated on {of_set}" * bool(of_set), all_runs.remarks, parts, command, output
-    )
+    title = f"Pre-training runs, evaluated on {of_set}" if of_set else "Pre-training runs"
+    write_page(title, [*verdicts(compared), *all_runs.remarks], parts, command, output)
     write_csv(all_runs.runs[NUMBERS], output / "numbers.csv")
     write_durably(output / "choice.json", json.dumps({"command": redact(command), "scales": compared}, indent=1))
     lines = [f"note: {remark}" for remark in all_runs.remarks] + [one.markdown() for one in chosen]

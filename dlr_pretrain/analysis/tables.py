@@ -143,7 +143,8 @@ def _amount(value: float, places: int = 4) -> str:
 def settings_table(all_runs: Runs) -> Iterator[Table]:
     """The keys in which groups differ, with the values of each; nothing for a single group."""
     settings = {f"{group.scale} {group.label}": group.shared for group, _ in all_runs.groups()}
-    if keys := differing(settings.values()):
+    keys = differing(settings.values())
+    if keys := [key for key in keys if key != "dlr.enabled" or "dlr.name" not in keys]:
         rows = [{"Key": key} | {name: str(shared.get(key, NONE)) for name, shared in settings.items()} for key in keys]
         yield table("settings", "What differs", rows)
 
@@ -153,10 +154,12 @@ def runs_table(all_runs: Runs) -> Table:
     rows = [
         {"Run": run.folder, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
          "Loss": digits(run.loss, ".4f"), "PPL": digits(run.ppl, ",.2f"), "tokens/s": digits(run.speed, ",.0f"),
-         "MFU": digits(run.mfu, ".1%"), "Peak GB per GPU": digits(run.memory, ".2f"), "Machine": run.machine}
+         "MFU": digits(run.mfu, ".1%"), "Peak GB": digits(run.memory, ".2f"), "Machine": run.machine}
         for run in all_runs.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
-    notes = ["Compare speed and memory only on the same machine. A GB is 1e9 bytes."]
+    notes = [
+        "Compare speed and memory only on the same machine. Peak GB is per GPU, or process on a CPU, in 1e9 bytes."
+    ]
     if all_runs.runs.speed.notna().any():
         about = "tokens/s is the median, since the last start, of means over 20 steps without evaluation and saving"
         notes = [f"{about}; it includes padding.", *notes]

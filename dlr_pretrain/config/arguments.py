@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
@@ -67,10 +68,9 @@ def no_flag(words: Sequence[str], flags: Collection[str], keys: Collection[str])
     The fix repeats the flag's value, and spells both as the command does: ``--gpus 8``, ``scale=tiny``.
     """
     name, equals, value = words[0].lstrip("-").partition("=")
-    if not equals and len(words) > 1 and not words[1].startswith("-") and "=" not in words[1]:
-        value = words[1]
-    spelt = {flag.lstrip("-").replace("-", "_"): f"{flag} {value}".strip() for flag in flags}
-    spelt |= {key: f"{key}={value}" for key in keys if key not in spelt}
+    values = [value] if equals else [*takewhile(lambda word: not word.startswith("-") and "=" not in word, words[1:])]
+    spelt = {flag.lstrip("-").replace("-", "_"): f"{flag} {''.join(values[:1])}".strip() for flag in flags}
+    spelt |= {key: f"{key}={','.join(values)}" for key in keys if key not in spelt}
     fix = did_you_mean(name.replace("-", "_"), spelt, "See --help", spelt.get)
     return Problem(words[0], MISSING, "not a flag of this command", fix)
 

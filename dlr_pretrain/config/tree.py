@@ -234,7 +234,7 @@ class Tokenizer:
 
 @dataclass
 class Train:
-    steps: int = key("optimizer updates, and the span of the schedule", ge=1, le=1_000_000_000)
+    steps: int = key("optimizer steps, and the span of the schedule", ge=1, le=1_000_000_000)
     lr: float = key("peak learning rate", gt=0)
     warmup_ratio: float = key(
         "share of the steps in which the rate rises linearly", 0.1, read_if={"train.warmup_steps": None}, ge=0, lt=1
@@ -245,7 +245,7 @@ class Train:
     lr_decay_steps: int | None = key(
         "steps of decay at the end; null: all after the warm-up; 0: none", None, read_if=COSINE, ge=0
     )
-    global_batch: int = key("sequences per update, over all ranks", 512, binds="position", ge=1, le=HUGE)
+    global_batch: int = key("sequences per step, over all ranks", 512, binds="position", ge=1, le=HUGE)
     micro_batch: int | Literal["auto"] | None = key(
         "sequences that a rank processes at once; auto: as many as fit on its GPU; null: by scale.micro_batch",
         "auto",
@@ -262,10 +262,10 @@ class Train:
         "stop and save after this step; the schedule spans train.steps", None, changes=True, ge=1
     )
     on_nonfinite: Literal["stop", "skip"] = key(
-        "an update that is not finite ends the run, or is skipped", "stop", changes=True
+        "a step that is not finite ends the run, or is skipped", "stop", changes=True
     )
     max_skipped: int = key(
-        "updates that may be skipped in a row", 10, changes=True, read_if={"train.on_nonfinite": "skip"}, ge=1
+        "steps that may be skipped in a row", 10, changes=True, read_if={"train.on_nonfinite": "skip"}, ge=1
     )
 
 

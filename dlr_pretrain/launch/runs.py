@@ -64,7 +64,7 @@ def read_table(words: Sequence[str]) -> list[Line]:
     files = [word for word in words if "=" not in word and not word.startswith("~")]
     lines = expand([word for word in words if word not in files])
     if len(files) > 1:
-        raise UserError(f"{files[1]}: a second runs file. Write overrides as key=value")
+        raise UserError(f"{files[1]}: a second list of runs. Write overrides as key=value")
     return combine(read_lines(Path(files[0])), lines) if files else lines
 
 
@@ -76,7 +76,7 @@ def read_lines(path: Path) -> list[Line]:
             if not text.lstrip().startswith("#") and (words := tuple(shlex.split(text))):
                 lines.append(Line(f"{path}:{number}", words))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a runs file: {first_line(error)}") from None
+        raise UserError(f"{path} cannot be read as a list of runs: {first_line(error)}") from None
     except ValueError as error:
         raise UserError(f"{path}:{number}: {str(error).lower()}: {text.strip()}") from None
     if not lines:

@@ -18,8 +18,8 @@ from dlr_pretrain.util import sharded
 
 @dataclass
 class Options(lora.Options):
-    merge_every: int = key("updates between merges", ge=1)
-    restart_warmup: int = key("updates of linear warm-up after each merge", ge=0)
+    merge_every: int = key("steps between merges", ge=1)
+    restart_warmup: int = key("steps of linear warm-up after each merge", ge=0)
     prune_ratio: float = key("share of the optimizer state, drawn at random, that a merge zeroes", ge=0, le=1)
 
     def problems(self, cfg: Config) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ class Options(AdamOptions):
 
     rank: int = key("rank of the projection", binds="moments", ge=1)
     update_scale: float = key("factor of a projected update", gt=0)
-    refresh_every: int = key("updates between refreshes of the projectors", ge=1)
+    refresh_every: int = key("steps between refreshes of the projectors", ge=1)
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         matrices, others = block_matrices(parameters)

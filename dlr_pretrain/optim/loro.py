@@ -23,8 +23,8 @@ class Options(AdamOptions):
     """LORO on pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all other parameters."""
 
     schedule: Literal["loro", "cosine"] = key("loro: a cosine that restarts after each exact step; cosine: as usual")
-    exact_every: int = key("updates between exact steps", ge=1)
-    restart_warmup: int = key("updates of warm-up after an exact step", read_if=RESTARTS, ge=0)
+    exact_every: int = key("steps between exact steps", ge=1)
+    restart_warmup: int = key("steps of warm-up after an exact step", read_if=RESTARTS, ge=0)
     shift: int | None = key(
         "delay of the cosine, a multiple of exact_every; null: the largest in the warm-up", read_if=RESTARTS, ge=0
     )

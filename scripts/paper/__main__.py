@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 SFT_DATA = "yahma/alpaca-cleaned"
 EPILOG = """examples:
-  dlr-reproduce                                        every item, its state, and the next command
+  dlr-reproduce                                        every experiment, its state, and the next command
   dlr-reproduce table1 scale=60m                       what it would run, how long, how much disk
   dlr-reproduce table1 --submit --limit 8 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00
-  dlr-reproduce fold run=runs/my-run --local           a run of your own instead of the item's
+  dlr-reproduce fold run=runs/my-run --local           a run of your own instead of the experiment's
 
 --rows, scale= and seed= select runs. Any other override applies to all runs that have its key. Options after -- are
 those of sbatch. docs/reproduce.md describes all of it. In a checkout it is also python -m scripts.paper."""
@@ -42,11 +42,11 @@ those of sbatch. docs/reproduce.md describes all of it. In a checkout it is also
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
-        "dlr-reproduce", "%(prog)s [ITEM | all] [key=value ...] [options] [-- options of sbatch]",
+        "dlr-reproduce", "%(prog)s [EXPERIMENT | all] [key=value ...] [options] [-- options of sbatch]",
         "Train, measure and show the tables and figures of the DLR paper.", EPILOG, keys=OVERRIDES,
     )  # fmt: skip
     add, names = made.add_argument, ", ".join(paper.items())
-    add("what", nargs="*", metavar="ITEM", help=f"all, or one of {names}; then overrides of train.py")
+    add("what", nargs="*", metavar="EXPERIMENT", help=f"all, or one of {names}; then overrides of train.py")
     does = made.add_mutually_exclusive_group()
     does.add_argument("--submit", action="store_true", help="queue the runs that are due as a SLURM array")
     does.add_argument("--local", action="store_true", help="train and measure on this machine, then render")
@@ -172,7 +172,7 @@ def show(all_work: Sequence[Work], given: argparse.Namespace, words: Sequence[st
         print(f"{'':11}GPU hours  {total([hours[run.dir] for run in work.runs])}")
         print(f"{'':11}next       {work.next_command(words)}")
     assumed = "between the MFU of our step and the paper's" if given.mfu is None else f"at an MFU of {given.mfu:g}"
-    print(f"\nGPU hours are of {named[0]}, at a measured speed or {assumed}. Items share runs.")
+    print(f"\nGPU hours are of {named[0]}, at a measured speed or {assumed}. Experiments share runs.")
 
 
 def run_program(program: paper.Program) -> bool:

@@ -21,7 +21,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import FAIL, OK, WARN, RankChecks, in_child, perform
 from dlr_pretrain.train.guard import StopRequest
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from scripts.doctor import main as command
 from tests.conftest import ROOT, torchrun
 
@@ -67,7 +67,7 @@ def test_a_broken_tokenizer_fails_and_the_rest_is_checked(words, tmp_path, capfd
     (run_dir / "manifest.json").write_text('{"identity": {}, "starts": []}')
     before = tree(tmp_path)
     given = words(f"run.dir={run_dir}", "tokenizer.path=/nowhere/spiece.model", "backbone=cola", "dlr=on")
-    assert command(given) == 1
+    assert command(given) == EXIT_FAILED
     said = capfd.readouterr().out
     assert list(levels(said)) == NAMES
     assert {name for name, level in levels(said).items() if level == FAIL} == {"config", "data"}
@@ -149,7 +149,7 @@ def test_the_proxy_of_each_server_is_named(words, monkeypatch):
 
     here, web = "text and tokenizer are on this machine", "data.root=https://data.org/text"
     assert network() == (OK, here)
-    assert network(web) == (OK, "data.org directly")
+    assert network(web) == (OK, "data.org without a proxy")
     with socket.socket() as proxy:
         proxy.bind(("127.0.0.1", 0))
         port = proxy.getsockname()[1]
@@ -161,7 +161,7 @@ def test_the_proxy_of_each_server_is_named(words, monkeypatch):
         proxy.listen()
         assert network(web) == (OK, f"data.org through http://***@127.0.0.1:{port}")
         hub = network("data.root=hf://datasets/x/y")
-        assert hub == (OK, "huggingface.co directly")
+        assert hub == (OK, "huggingface.co without a proxy")
 
 
 def test_shared_memory_that_cannot_be_written_is_named(monkeypatch):

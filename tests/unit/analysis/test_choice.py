@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.choice import compare, comparisons, difference_table, estimate
+from dlr_pretrain.analysis.choice import compare, comparisons, difference_table, estimate, verdicts
 from dlr_pretrain.analysis.report import write_reports
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_lines, read_table
@@ -92,6 +92,9 @@ def test_intervals_are_students_t():
     found = estimate([2.0, 4.0, 9.0], 0.95)
     reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
     assert (found["mean"], found["low"], found["high"]) == pytest.approx((5, 5 - reach, 5 + reach), rel=1e-6)
+    by_seed = lambda m, lr, s: (2.0, 3.0 + (m == "two") * (s - 2))  # noqa: E731
+    same = compare(trials(by_seed, rates=[0.003]))
+    assert [*verdicts([{"scale": "60m", **same}])] == ["60m: no difference in loss between two and one is shown"]
     assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0], 0.95)["low"]) == (2.0, None)
     loss = lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two"))  # noqa: E731
     found = compare(trials(loss, ["one", "two", "three", "four"], seeds=[1]))
@@ -116,6 +119,8 @@ def test_a_report_chooses_rates_and_says_what_a_reader_must_know(tmp_path):
     assert "cola at tiny: 0.003 is at an end of its rates" in text
     assert "not decided: it is trained on 81,920 tokens, cola on 122,880" in text
     assert (tmp_path / "out/figures/rates_tiny.png").exists()
+    page = (tmp_path / "out/report.md").read_text()
+    assert "* tiny: cola+dlr (alpha=0.5, steps=60) is better than cola, by 0.2000 nats/token\n" in page
     assert json.loads((tmp_path / "out/choice.json").read_text())["scales"][0]["chosen"] == found["chosen"]
     a_run(tmp_path / "runs/longer", *SHORT, "backbone=lax", "train.seq_len=32")
     assert not [*comparisons(read_runs([tmp_path / "runs"]))]  # another text
