@@ -33,7 +33,7 @@ from dlr_pretrain.config.identity import identity, run_folder
 from dlr_pretrain.config.key import is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, Config
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, Config, entry_keys
 from dlr_pretrain.config.values import flatten, parse, to_dict
 from dlr_pretrain.util.errors import first_line
 
@@ -322,11 +322,12 @@ def _changed(
     filled: Any = OmegaConf.to_container(OmegaConf.merge(to_dict(cfg), tree))
     standard = identity(parse(filled))
     valued = {name for name, value in flatten(tree).items() if is_value(value)} | {"seed", "data.streams"}
+    valued |= {name for name, key in entry_keys(tree).items() if is_value(key.default)}
     changed = {name: value for name, value in settings.items() if name not in valued or standard[name] != value}
     nodes = {name: OmegaConf.select(composed, name.rpartition(".")[0]) if "." in name else composed for name in changed}
     set_freely = [
         name for name, node in nodes.items()
-        if not node or not OmegaConf.is_interpolation(node, name.rpartition(".")[2])
+        if not node or (leaf := name.rpartition(".")[2]) not in node or not OmegaConf.is_interpolation(node, leaf)
     ]  # fmt: skip
     return changed, set_freely
 

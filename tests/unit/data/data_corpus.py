@@ -50,7 +50,9 @@ def make_config(data: str = "c4_local", **keys) -> config.Config:
     """A configuration of the smallest scale, without the rules; ``train__seq_len=8`` sets train.seq_len."""
     tree = composed(data).copy()
     for name, value in keys.items():
-        OmegaConf.update(tree, name.replace("__", "."), str(value) if isinstance(value, Path) else value)
+        OmegaConf.update(
+            tree, name.replace("__", "."), str(value) if isinstance(value, Path) else value, force_add=True
+        )
     return config.parse(OmegaConf.to_container(tree, resolve=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -202,6 +203,18 @@ def test_a_named_set_decides_in_the_report(run_mixed, tmp_path, capsys):
     capsys.readouterr()
     assert main_of("report", tmp_path / "runs", "--output", tmp_path / "other", "--set", "c5") == 3
     assert "has no validation set c5" in capsys.readouterr().err
+
+
+def test_a_recipe_can_hold_a_mixture(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    recipe = "data: {sources: {web: {root: a, weight: 3}, code: {root: b, weight: 1}}}"
+    text = f"# @package _global_\ndefaults: [override /data: mix]\n{recipe}\neval: {{sets: {{wiki: {{root: c}}}}}}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    words = ["--config-dir", str(tmp_path), "scale=tiny", "logger=jsonl", "experiment=mine"]
+    plain, typed = load(words), load([*words, "data.sources.web.weight=3.0", "data.sources.web.text_key=text"])
+    other = load([*words, "data.sources.web.weight=2"])
+    assert plain.data.sources["web"].root == "a" and plain.eval.sets["wiki"].source == "tokens"
+    assert typed == plain and re.fullmatch(rf"{plain.run.dir}-weight2\.0-\w{{8}}", other.run.dir)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.unit.data.data_corpus import (
     lines_of,
     make_config,
     same,
+    tokens_of,
     write_shards,
     write_table,
 )
@@ -63,6 +64,22 @@ def test_the_hub_gives_the_batches_of_a_copy_on_disk(hub, tmp_path):
     whole = global_batches(cfg, copy, TOKENIZER, 1, 8)
     head = global_batches(cfg, source, TOKENIZER, 2, 3)
     assert same(head + global_batches(cfg, pickle.loads(pickle.dumps(source)), TOKENIZER, 1, 5, head[-1][3]), whole)
+
+
+def test_a_mixture_keeps_the_commit_of_each_source(hub, tmp_path):
+    (tmp_path / "tokens").mkdir()
+    tokens_of(tmp_path / "tokens", [TEXTS])
+    c4 = {"source": "local", "root": "hf://datasets/allenai/c4", "train_files": "en/c4-train.*", "weight": 2}
+    texts = {"c4": c4 | {"validation_files": "en/c4-val*"}, "own": {"root": str(tmp_path / "tokens"), "weight": 1}}
+    cfg = make_config("mix", data__sources=texts, **KEYS)
+    source = open_source(cfg)
+    assert source.version == {"c4": hub.commit, "own": None} and source.weights == {"c4": 2 / 3, "own": 1 / 3}
+    first, hub.commit = hub.commit, "f" * 40
+    again = open_source(cfg, version=source.version)
+    assert again.version["c4"] == first and again.fingerprint == source.fingerprint
+    whole = global_batches(cfg, source, TOKENIZER, 1, 8)
+    head = global_batches(cfg, source, TOKENIZER, 2, 3)
+    assert same(head + global_batches(cfg, again, TOKENIZER, 4, 5, head[-1][3]), whole)
 
 
 def test_no_row_is_lost_or_read_twice_whatever_goes_wrong(hub):
