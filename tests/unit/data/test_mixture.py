@@ -94,7 +94,7 @@ def test_every_document_is_read_once_in_each_epoch_of_its_source(mixture):
         assert epochs > 2
         counts = Counter(read).values()
         assert len(counts) == sum(size)
-            # All streams end an epoch of a source within a sequence of each other.
+        # All streams end an epoch of a source within a sequence of each other.
         assert max(counts) - min(counts) <= 1 + (16 / sum(size) > epochs % 1 or epochs % 1 > 1 - 16 / sum(size))
 
 
