@@ -94,7 +94,7 @@ def multiplications(
 
 def attentions(cfg: Config, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
     """Yields every row on attention, for the heads and the batch of ``cfg``."""
-    width = cfg.scale.hidden_size // cfg.scale.num_heads
+    width = cfg.scale.head_width
     shape = (cfg.train.global_batch, cfg.scale.num_heads, cfg.train.seq_len, width)
     yield from attention(shape, device, dtype)
     yield from rotary_attentions(shape, device, dtype)

@@ -172,13 +172,15 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
 
     It follows from the bytes, links and steps of the collectives. Those of blocks overlap with the arithmetic, and a
     GPU waits only for the time that they take beyond it. It waits for the whole time that the last ones take: of
-    embedding, final norm and head, or under ddp of embedding, final norm and the first block.
+    embedding, final norm and head, or under ddp of embedding, final norm and the first block (a head is reduced early,
+    unless it is the embedding).
     """
     model = build_model(cfg, vocab_size, torch.device("meta"), WORKING_DTYPE[cfg.precision.name])
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
     depth = cfg.scale.num_layers
     rest = sum(p.nbytes for p in model.parameters()) - depth * block
-    last = rest - model.lm_head.weight.nbytes + block if cfg.parallel.name == "ddp" else rest
+    early = 0 if cfg.scale.tie_embeddings else model.lm_head.weight.nbytes
+    last = rest - early + block if cfg.parallel.name == "ddp" else rest
     shards, micro_batches = cfg.shards(gpus), cfg.train.global_batch // gpus // cfg.micro_batch(gpus)
 
     def gather(size: float) -> float:

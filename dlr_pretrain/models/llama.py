@@ -1,7 +1,7 @@
-"""The LLaMA model for training: pre-norm, rotary embeddings, SwiGLU, no biases, untied head.
+"""The LLaMA model for training: pre-norm, rotary embeddings, grouped-query attention, SwiGLU, no biases.
 
 The backbone provides the linear layers, whose parameters are fused; ``adapter`` has their exported names.
-Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
+Shapes: B micro-batch, T positions, D hidden size, H heads of width E (D / H by default).
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import adapter
-from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Layer, SeededInit, Spec, named_layers, projections
+from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Joined, Layer, SeededInit, Spec, named_layers, projections
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import add_
 from dlr_pretrain.models.rotary_attention import covers, rotary_attention
 from dlr_pretrain.util.tensors import at_least_fp32
 
-NORM_EPS = 1e-6
-ROPE_BASE = 10_000.0
-
-Carry = tuple[Tensor | None, ...]  # from each layer of a block to the same layer of the next block
+Carry = tuple[Any, ...]  # tensors or None, from each layer of a block to the same layer of the next block
 NO_CARRY: Carry = (None, None, None, None)
 
 
@@ -38,19 +35,21 @@ def padded(width: int, alignment: int = ALIGNMENT) -> int:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, with statistics in fp32 (fp64 for fp64)."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(at_least_fp32(x.dtype))
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(
+    positions: int, width: int, dtype: torch.dtype, device: torch.device, base: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
     """cos and sin [T, E] of the half-split rotary embedding, computed in fp32 (fp64 for fp64)."""
     wide = at_least_fp32(dtype)
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
+    frequency = base ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
     angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -82,8 +81,15 @@ def _keep_latents(_, operation, *__, **___) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
 
 
+def shared(x: Tensor, heads: int) -> Tensor:
+    """x [B, KV heads, T, E] -> [B, heads, T, E]: each head, as often as heads of q share it. A view if none do."""
+    return x[:, :, None].expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head size) + bias) v, all [B, heads, T, head size]; causal without a bias [B, 1, T, T].
+
+    k and v may have fewer heads. They are repeated, because torch's kernels for shared heads take no bias.
 
     On the meta device, where models are only counted, it is a GPU's fused operator: torch's own choice there forms the
     weights [T, T], and no public name makes another one.
@@ -91,11 +97,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     A model compiled for a CPU in bf16 uses plain products with fused code between them. The backward pass of torch's
     operator takes 2.4 times as long there (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
     """
+    k, v = shared(k, q.shape[1]), shared(v, q.shape[1])
     if q.device.type == "meta":
         if bias is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        shared = bias.expand(-1, q.shape[1], -1, -1)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, shared, True)[0]
+        of_heads = bias.expand(-1, q.shape[1], -1, -1)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, of_heads, True)[0]
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         if bias is None:
             positions = torch.arange(q.shape[2], device=q.device)
@@ -106,22 +113,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention."""
+    """Causal multi-head attention. q is a layer apart if k and v have fewer heads."""
+
+    qkv: Any  # a Layer, or several as one
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        d = cfg.scale.hidden_size
-        self.num_heads, self.head_width = cfg.scale.num_heads, d // cfg.scale.num_heads
+        s = cfg.scale
+        d, self.num_heads, self.head_width = s.hidden_size, s.num_heads, s.head_width
         self.triton = cfg.attention_kernel == "triton"
-        self.qkv = layer(Spec(("q_proj", "k_proj", "v_proj"), d, d, d, d, block, alignment), cfg.backbone)
-        self.o = layer(Spec(("o_proj",), d, d, d, d, block, alignment), cfg.backbone)
+        wide, narrow = s.num_heads * s.head_width, s.kv_heads * s.head_width
+
+        def projecting(names: str, d_in: int, d_out: int) -> Layer:
+            return layer(Spec(tuple(names.split()), d_in, d_out, d_in, d_out, block, alignment), cfg.backbone)
+
+        if narrow == wide:
+            self.qkv = projecting("q_proj k_proj v_proj", d, wide)
+        else:
+            self.q, self.kv = projecting("q_proj", d, wide), projecting("k_proj v_proj", d, narrow)
+            self.qkv = Joined(self.q, self.kv)
+        self.o = projecting("o_proj", wide, d)
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal even without a mask."""
-        qkv = self.qkv.expand(z)
+        """The latent of q, k and v -> the input [B, T, H E] of the output projection; causal even without a mask."""
         if self.triton and covers(z, self.head_width):
-            return rotary_attention(qkv, cos, sin, mask, self.num_heads)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in qkv.unbind(0))
+            return rotary_attention(self.qkv.expand(z), cos, sin, mask, self.num_heads)
+        q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in self.qkv.outputs(z))
         y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return y.transpose(1, 2).flatten(2)
 
@@ -139,7 +156,7 @@ class MLP(nn.Module):
 
     def combine(self, z: Tensor) -> Tensor:
         """The latent of gate and up -> the input of the down projection."""
-        gate, up = self.gate_up.expand(z).unbind(0)
+        gate, up = self.gate_up.outputs(z)
         return (F.silu(gate) if self.silu else gate) * up
 
 
@@ -151,9 +168,9 @@ class Block(nn.Module):
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.scale.hidden_size)
+        self.input_layernorm = RMSNorm(cfg.scale.hidden_size, cfg.scale.norm_eps)
         self.self_attn = Attention(cfg, layer, block, alignment)
-        self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size)
+        self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size, cfg.scale.norm_eps)
         self.mlp = MLP(cfg, layer, block, alignment)
         self.checkpointing = cfg.train.activation_checkpointing
         self.policy = _keep_latents if self.checkpointing == "latent" else _keep_nothing
@@ -173,10 +190,10 @@ class Block(nn.Module):
         attention, mlp = self.self_attn, self.mlp
         z, qkv = attention.qkv.latent(self.input_layernorm(x), carried[0])
         z, o = attention.o.latent(attention.attend(z, cos, sin, mask), carried[1])
-        x = x + attention.o.expand(z).unbind(0)[0]
+        x = x + attention.o.outputs(z)[0]
         z, gate_up = mlp.gate_up.latent(self.post_attention_layernorm(x), carried[2])
         z, down = mlp.down.latent(mlp.combine(z), carried[3])
-        return x + mlp.down.expand(z).unbind(0)[0], (qkv, o, gate_up, down)
+        return x + mlp.down.outputs(z)[0], (qkv, o, gate_up, down)
 
 
 class Body(nn.Module):
@@ -184,16 +201,16 @@ class Body(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
-        self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
+        self.head_width, self.rope_theta = cfg.scale.head_width, cfg.scale.rope_theta
         self.triton = cfg.attention_kernel == "triton"
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, cfg.backbone.layer, i, alignment) for i in range(cfg.scale.num_layers))
-        self.norm = RMSNorm(cfg.scale.hidden_size)
+        self.norm = RMSNorm(cfg.scale.hidden_size, cfg.scale.norm_eps)
 
     def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
         x = self.embed_tokens(ids)
-        cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
+        cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device, self.rope_theta)
         mask = documents
         if documents is not None and not (self.triton and covers(x, self.head_width)):
             mask = attention_bias(documents, x.dtype)
@@ -219,12 +236,13 @@ class Llama(nn.Module):
         super().__init__()
         self.factorized = cfg.backbone.factorized
         self.model = Body(cfg, vocab_size, alignment)
-        self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
+        tied, head = cfg.scale.tie_embeddings, partial(nn.Linear, cfg.scale.hidden_size, vocab_size, bias=False)
+        self.lm_head = self.model.embed_tokens if tied else head()  # of either, the weight is [vocabulary, D]
         self.score = score
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        return self.lm_head(self.model(ids, documents))
+        return F.linear(self.model(ids, documents), self.lm_head.weight)
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The summed (not averaged) cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
@@ -248,13 +266,13 @@ class Llama(nn.Module):
         """Draw every initial value from (seed, exported name) in fp32, and round it to the model's dtype."""
         seeded = SeededInit(seed)
         adapter.zero_layers_(self)
-        for name in ("model.embed_tokens", "lm_head"):
+        for name in ("lm_head", "model.embed_tokens"):  # a tied head has the embedding's values
             weight = self.get_parameter(f"{name}.weight")
             weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        exported = adapter.split(self, self.state_dict())
+        exported = adapter.split(self, adapter.tensors_of(self))
         for path, layer in named_layers(self):
             for name in projections(path, layer):
                 for leaf, value in layer.initial(seeded, name).items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import read_json
 from dlr_pretrain.util.text import shortened
@@ -75,7 +75,7 @@ class PretrainedFolder:
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
         """Copy these weights into ``model``, which is initialised; lora and relora keep their initial factors."""
-        targets = adapter.split(model, model.state_dict())
+        targets = adapter.split(model, adapter.tensors_of(model))
         for name in self.files:
             targets[name].copy_(self.read(name))
 
@@ -92,7 +92,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
     with torch.device("meta"):
         model = Llama(cfg, vocab_size)
-    return {name: list(tensor.shape) for name, tensor in adapter.split(model, model.state_dict()).items()}
+    return {name: list(tensor.shape) for name, tensor in adapter.split(model, adapter.tensors_of(model)).items()}
 
 
 def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
@@ -106,11 +106,12 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     if (kind := settings.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
         return [f"config.json: model_type is {kind}, whose settings are not read. Remove this file if the weights fit"]
     rope = settings.get("rope_scaling", {}) | settings.get("rope_parameters", {})
-    settings |= {"rope_theta": rope.get("rope_theta", settings.get("rope_theta", ROPE_BASE))}
+    settings |= {"rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
     settings |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    heads, act = cfg.scale.num_heads, "silu" if cfg.backbone.swiglu_silu else "linear"
-    expected = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
-              "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default",
+    s, act = cfg.scale, "silu" if cfg.backbone.swiglu_silu else "linear"
+    expected = {"num_attention_heads": s.num_heads, "num_key_value_heads": s.kv_heads, "head_dim": s.head_width,
+              "hidden_act": act, "rms_norm_eps": s.norm_eps, "tie_word_embeddings": s.tie_embeddings,
+              "rope_theta": s.rope_theta, "rope_type": "default",
               "backbone": cfg.backbone.name, **to_dict(cfg)["backbone"], "tokenizer_sha256": tokenizer}  # fmt: skip
     return [
         f"config.json: {name} is {settings[name]}, here {value}"
