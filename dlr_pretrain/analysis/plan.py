@@ -172,8 +172,7 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
 
     It follows from the bytes, links and steps of the collectives. Those of blocks overlap with the arithmetic, and a
     GPU waits only for the time that they take beyond it. It waits for the whole time that the last ones take: of
-    embedding, final norm and head, or under ddp of embedding, final norm and the first block (a head is reduced early,
-    unless it is the embedding).
+    embedding, final norm and head, or under ddp of embedding, final norm and the first block.
     """
     model = build_model(cfg, vocab_size, torch.device("meta"), WORKING_DTYPE[cfg.precision.name])
     block = sum(p.nbytes for p in model.model.layers[0].parameters())

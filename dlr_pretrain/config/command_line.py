@@ -34,10 +34,10 @@ from dlr_pretrain.config.key import is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.run_folder import read_config
-from dlr_pretrain.config.shape import FROM, name_of, read_shape
+from dlr_pretrain.config.shape import FROM, OURS, name_of, read_shape
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, Config
 from dlr_pretrain.config.values import flatten, parse, to_dict
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
 
@@ -193,12 +193,10 @@ def times(number: int, ratio: float) -> int:
 def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float, *, _root_: DictConfig) -> int:
     """The largest rank, at least 1, at which LOST with its sparse channels has no more parameters than plain ``rank``.
 
-    A projection's factors have d_in + d_out parameters per unit of rank. Its max(1, int(sparsity * d_in)) sparse
-    channels are dense columns of d_out values.
+    A projection has d_in + d_out parameters per unit of rank, and max(1, int(sparsity * d_in)) dense columns.
     """
     d, f, s = hidden, intermediate, _root_.scale
-    width = s.head_dim or d // s.num_heads
-    q, kv = s.num_heads * width, (s.num_kv_heads or s.num_heads) * width
+    q, kv = ((heads or s.num_heads) * (s.head_dim or d // s.num_heads) for heads in (s.num_heads, s.num_kv_heads))
     shapes = ((d, q), (d, kv), (d, kv), (q, d), (d, f), (d, f), (f, d))
     extra = sum(max(1, int(sparsity * d_in)) * d_out for d_in, d_out in shapes)
     return max(1, rank - -(-extra // sum(map(sum, shapes))))
@@ -281,16 +279,16 @@ def configure(
     ``line`` and of all keys, or else with those of the rules between keys.
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    given, source = set(typed(words)) - {FROM}, OmegaConf.select(composed, FROM)
+    given, source = set(typed(words)), OmegaConf.select(composed, FROM)
     try:
         cfg = parse(_resolved(composed), given, line.problems)
         if cfg.run.dir is None:
             choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
-            changed = _changed(cfg, choices, given, line, of_scale=source is not None)
+            changed = _changed(cfg, choices, given, line)
             choices |= {"scale": name_of(source)} if source else {}
             cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *changed))
         if source:
-            cfg = replace(parse(_resolved(composed, _shape(source, given, str(cfg.run.dir)))), run=cfg.run)
+            cfg = replace(parse(_resolved(composed, _shape(source, given, Path(cfg.run.dir)))), run=cfg.run)
     except OmegaConfBaseException as error:
         raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
     problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
@@ -302,23 +300,22 @@ def configure(
 
 
 def _resolved(composed: DictConfig, scale: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The composed keys, of which ``scale`` replaces some."""
     without_hydra = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
     for leaf, value in (scale or {}).items():
         OmegaConf.update(without_hydra, f"scale.{leaf}", value)
     tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
-    if isinstance(tree.get("scale"), dict):
-        tree["scale"].pop(FROM.partition(".")[2], None)
+    with suppress(KeyError, AttributeError):  # parse refuses a scale that is not a section
+        del tree["scale"]["from"]
     return tree
 
 
-def _shape(source: str, given: set[str], run_dir: str) -> dict[str, Any]:
-    """The keys of ``scale`` that follow from ``scale.from=source``: as the run has recorded them, or else as read."""
-    with suppress(UserError):
-        recorded = read_config(Path(run_dir))["scale"]
-        if recorded.get("source") == source:
-            return {name: value for name, value in recorded.items() if f"scale.{name}" not in given}
-    return {**read_shape(source, given), "name": name_of(source), "source": source}
+def _shape(source: str, given: set[str], run_dir: Path) -> dict[str, Any]:
+    """The keys of ``scale`` that ``source`` decides, as the run has recorded them, or else as they are read."""
+    scale = read_config(run_dir).get("scale") if (run_dir / "config.yaml").exists() else None
+    if not isinstance(scale, dict) or scale.get("source") != source:
+        scale = read_shape(source, given)
+    shape = {name: scale[name] for name in OURS.values() if f"scale.{name}" not in given}
+    return {**shape, "name": name_of(source), "source": source}
 
 
 @cache
@@ -332,12 +329,9 @@ def _of_options(name: str, folder: str | None, words: tuple[str, ...]) -> tuple[
 
 
 def _changed(
-    cfg: Config, choices: Mapping[str, str], given: set[str], line: CommandLine, of_scale: bool
+    cfg: Config, choices: Mapping[str, str], given: set[str], line: CommandLine
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fixed settings to which the chosen options give other values, and those that do not follow from others.
-
-    ``of_scale`` counts every given key of ``scale``, whose other keys are not those of the option.
-    """
+    """The fixed settings to which the chosen options give other values, and those that do not follow from others."""
     settings = identity(cfg)
     if not given - {"seed"} & settings.keys():
         return {}, []
@@ -347,7 +341,7 @@ def _changed(
     filled: Any = OmegaConf.to_container(OmegaConf.merge(to_dict(cfg), tree))
     standard = identity(parse(filled))
     valued = {name for name, value in flatten(tree).items() if is_value(value)} | {"seed", "data.streams"}
-    valued -= {name for name in given if of_scale and name.startswith("scale.")}
+    valued -= {name for name in given if FROM in given and name.startswith("scale.")}  # the file has other values
     changed = {name: value for name, value in settings.items() if name not in valued or standard[name] != value}
     nodes = {name: OmegaConf.select(composed, name.rpartition(".")[0]) if "." in name else composed for name in changed}
     set_freely = [

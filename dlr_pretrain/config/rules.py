@@ -90,9 +90,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
     if s.head_dim is None and s.hidden_size % (2 * s.num_heads):
         rule = f"must divide scale.hidden_size={s.hidden_size} into heads of even width"
         yield Problem("scale.num_heads", s.num_heads, rule, "Or set scale.head_dim")
-    if s.head_dim is not None and s.head_dim % 2:
-        rule = "must be even: rotary embeddings turn pairs of values"
-        yield Problem("scale.head_dim", s.head_dim, rule, f"Try {s.head_dim + 1}")
+    elif s.head_width % 2:
+        yield Problem("scale.head_dim", s.head_dim, "must be even, because rotary embeddings turn pairs of values")
     if s.num_heads % s.kv_heads:
         fix = f"Try {largest_divisor(s.num_heads, s.kv_heads)}"
         yield Problem("scale.num_kv_heads", s.num_kv_heads, f"must divide scale.num_heads={s.num_heads}", fix)
@@ -115,13 +114,12 @@ def _model(cfg: Config) -> Iterator[Problem]:
 def _attention(cfg: Config) -> Iterator[Problem]:
     if cfg.attention != "triton":
         return
-    width, length, kv_heads = cfg.scale.head_width, cfg.train.seq_len, cfg.scale.kv_heads
+    width, length = cfg.scale.head_width, cfg.train.seq_len
     if width not in TRITON_HEADS:
         rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}; those of scale={cfg.scale.name} have {width}"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another scale.num_heads")
-    if kv_heads != cfg.scale.num_heads:
-        rule = f"needs as many heads of k and v as of q, {cfg.scale.num_heads}; scale.num_kv_heads is {kv_heads}"
-        yield Problem("attention", "triton", rule, "Use attention=sdpa")
+    if cfg.scale.kv_heads != cfg.scale.num_heads:
+        yield Problem("attention", "triton", "needs as many heads of k and v as of q", "Use attention=sdpa")
     if length % TRITON_BLOCK or length > TRITON_POSITIONS:
         rule = f"needs a multiple of {TRITON_BLOCK} up to {TRITON_POSITIONS} as train.seq_len, which is {length}"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another train.seq_len")

@@ -260,6 +260,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     tree, trust = to_dict(trained), cfg.backbone.name != DENSE.name
+    tree["scale"].pop("source")  # may be a path
     use = USE.format(loading(".", trust)) + PEFT * trust if loadable else NO_LAYER.format(cfg.backbone.name)
     template, citation = (Path(__file__).with_name(f"{part}.md").read_text("utf-8") for part in ("card", "citation"))
     return Template(template).substitute(

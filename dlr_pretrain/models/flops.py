@@ -36,10 +36,9 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
     """FLOPs per position of the forward and backward passes, in micro-batches of ``micro_batch`` sequences.
 
     Each weight that multiplies a position costs 2 in the forward pass and 4 in the backward pass (2 if it is frozen).
-    Causal attention costs 6 T H E L, with H heads of width E. Products that a micro-batch needs once, whatever its size
+    Causal attention costs 6 T H E L (H heads of width E). Products that a micro-batch needs once, whatever its size
     (SLTrain forms its weights), are divided by its positions. The count excludes embedding rows, padding, elementwise
-    operations, the optimizer and the recomputation of activation checkpointing. It runs the model's own code on the
-    meta device.
+    operations, the optimizer and recomputation in the backward pass. It runs the model's own code on the meta device.
     """
     d, depth = cfg.scale.num_heads * cfg.scale.head_width, cfg.scale.num_layers
     cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))

@@ -23,6 +23,8 @@ from dlr_pretrain.util.tensors import ALPHA
 
 VOCAB = 50
 CPU = torch.device("cpu")
+TODAYS = ("scale.num_heads=4", "scale.num_kv_heads=2", "scale.head_dim=6", "scale.rope_theta=500",
+          "scale.norm_eps=1e-3", "scale.tie_embeddings=true")  # fmt: skip
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as alphas are numbered
 
 State = dict[str, Tensor]
