@@ -134,7 +134,7 @@ def rotary_attentions(shape: tuple[int, int, int, int], device: torch.device, dt
     rows, heads, length, width = shape
     qkv = torch.randn(3, rows, length, heads * width, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn_like(qkv[0])
-    table, flops = rotary(length, width, dtype, device), 7 * qkv[0].numel() * length
+    table, flops = rotary(length, width, dtype, device, 1e4), 7 * qkv[0].numel() * length
     numbers = (torch.rand(rows, length, device=device) < 1 / 64).cumsum(1).int()
     name = f"rotary and attention {list(shape)}"
 

@@ -279,7 +279,7 @@ def configure(
     ``line`` and of all keys, or else with those of the rules between keys.
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    given, source = set(typed(words)), OmegaConf.select(composed, FROM)
+    given, source = set(typed(words)), str(OmegaConf.select(composed, FROM) or "")
     try:
         cfg = parse(_resolved(composed), given, line.problems)
         if cfg.run.dir is None:
@@ -304,7 +304,7 @@ def _resolved(composed: DictConfig, scale: Mapping[str, Any] | None = None) -> d
     for leaf, value in (scale or {}).items():
         OmegaConf.update(without_hydra, f"scale.{leaf}", value)
     tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
-    with suppress(KeyError, AttributeError):  # parse refuses a scale that is not a section
+    with suppress(KeyError, TypeError):  # parse refuses a scale that is not a section
         del tree["scale"]["from"]
     return tree
 

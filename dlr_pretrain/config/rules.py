@@ -43,6 +43,8 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
         rule = "data=local needs the folder of its files"
         problems.append(Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample"))
+    if cfg.run.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.run.push):
+        problems.append(Problem("run.push", cfg.run.push, "must be owner/name, a repository on the hub"))
     if cfg.run.start_optimizer and cfg.run.start_from is None:
         problems.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))
     problems += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
@@ -87,14 +89,11 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
-    if s.head_dim is None and s.hidden_size % (2 * s.num_heads):
+    if s.head_width % 2 or (s.head_dim is None and s.hidden_size % s.num_heads):
         rule = f"must divide scale.hidden_size={s.hidden_size} into heads of even width"
-        yield Problem("scale.num_heads", s.num_heads, rule, "Or set scale.head_dim")
-    elif s.head_width % 2:
-        yield Problem("scale.head_dim", s.head_dim, "must be even, because rotary embeddings turn pairs of values")
+        yield Problem("scale.num_heads", s.num_heads, rule, "Or set an even scale.head_dim")
     if s.num_heads % s.kv_heads:
-        fix = f"Try {largest_divisor(s.num_heads, s.kv_heads)}"
-        yield Problem("scale.num_kv_heads", s.num_kv_heads, f"must divide scale.num_heads={s.num_heads}", fix)
+        yield Problem("scale.num_kv_heads", s.num_kv_heads, f"must divide scale.num_heads={s.num_heads}")
     narrowest = min(s.hidden_size, s.intermediate_size, s.kv_heads * s.head_width or s.hidden_size)
     for group in OPEN_GROUPS:
         rank = getattr(cfg, group).rank

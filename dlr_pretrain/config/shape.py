@@ -1,4 +1,4 @@
-"""``scale.from``: the shape of a LLaMA, read from the ``config.json`` that ``transformers`` writes."""
+"""The shape of a LLaMA in the ``config.json`` of ``transformers``, from which ``scale.from`` reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlr_pretrain.config.problems import ConfigError, Problem, as_typed
-from dlr_pretrain.config.tree import KEYS
+from dlr_pretrain.config.tree import KEYS, Scale
 from dlr_pretrain.util.errors import first_line
 
 FROM = "scale.from"
@@ -17,7 +17,14 @@ OURS = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size"
 OURS |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
          "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embeddings"}  # fmt: skip
 ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "attention_dropout": 0.0, "rope_scaling": "default"}  # fmt: skip
+        "attention_dropout": 0.0, "rope_type": "default", "type": "default"}  # fmt: skip
+SCALED = {"rope_type", "type"}, "To train another model, with plain rotary embeddings, set scale.rope_theta"
+
+
+def settings_of(scale: Scale) -> dict[str, Any]:
+    """The shape of ``scale`` by the names of ``transformers``, without the vocabulary."""
+    shape = {theirs: getattr(scale, ours) for theirs, ours in OURS.items() if ours != "vocab_size"}
+    return shape | {"num_key_value_heads": scale.kv_heads, "head_dim": scale.head_width}
 
 
 def name_of(source: str) -> str:
@@ -29,9 +36,8 @@ def name_of(source: str) -> str:
 def read_shape(source: str, given: Collection[str]) -> dict[str, Any]:
     """The keys of ``scale`` from ``source``, a ``config.json``, its folder or a repository of the hub, without prefix.
 
-    Keys that are missing there have our defaults, which are those of ``transformers``. Raises ConfigError if the file
-    cannot be read, or describes a model that this project does not have. A rotary base in ``given``, the user's keys,
-    stands for the whole embedding: the file's scaling of it is then ignored.
+    Where the file has none, our defaults are those of ``transformers``. Raises ConfigError if it cannot be read, or is
+    of a model that this project does not have; of its rotary embeddings, only if their base is not in ``given``.
     """
     path = Path(source)
     try:
@@ -41,20 +47,13 @@ def read_shape(source: str, given: Collection[str]) -> dict[str, Any]:
             path = Path(hf_hub_download(source, "config.json"))
         text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
         there = {name: value for name, value in json.loads(text).items() if value is not None}
-        rope = there.get("rope_scaling", {}) | there.get("rope_parameters", {})  # of transformers 4, and of 5
-        there |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        there = there.get("rope_scaling", {}) | there.get("rope_parameters", {}) | there  # of transformers 4, and of 5
     except (OSError, ValueError, AttributeError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {first_line(error)}"
         raise ConfigError([Problem(FROM, source, rule, "Name a file, its folder, or owner/name on the hub")]) from error
-    there["rope_scaling"] = rope.get("rope_type", rope.get("type", "default"))
-    fixes = {
-        "rope_scaling": f"Without it, the model is another: for that, set scale.rope_theta={there.get('rope_theta')}"
-    }
-    problems = [
-        Problem(FROM, source, f"{name} is {as_typed(there[name])}, here {as_typed(ours)}", fixes.get(name, ""))
-        for name, ours in ONLY.items()
-        if there.get(name, ours) != ours and not (name in fixes and "scale.rope_theta" in given)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    scaled, fix = SCALED
+    other = [name for name, ours in ONLY.items() if there.get(name, ours) != ours]
+    if other := [name for name in other if name not in scaled or "scale.rope_theta" not in given]:
+        rules = {name: f"{name} is {as_typed(there[name])}, here {as_typed(ONLY[name])}" for name in other}
+        raise ConfigError([Problem(FROM, source, rules[name], fix if name in scaled else "") for name in other])
     return {ours: there.get(name, KEYS[f"scale.{ours}"].default) for name, ours in OURS.items()}

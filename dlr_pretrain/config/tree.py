@@ -91,9 +91,7 @@ class Scale:
     hidden_size: int = key("width of the residual stream", ge=1, le=HUGE)
     intermediate_size: int = key("width of the SwiGLU", ge=1, le=HUGE)
     num_heads: int = key("attention heads", ge=1, le=HUGE)
-    num_kv_heads: int | None = key(
-        "heads of k and v, each shared by neighbouring heads of q; null: scale.num_heads", None, ge=1, le=HUGE
-    )
+    num_kv_heads: int | None = key("heads of k and v, which those of q share; null: num_heads", None, ge=1, le=HUGE)
     head_dim: int | None = key("width of a head; null: hidden_size / num_heads", None, ge=2, le=HUGE)
     num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
@@ -320,6 +318,7 @@ class Run:
         "run, checkpoint or folder of weights to start from; null: drawn from the seed", None, path=True
     )
     start_optimizer: bool = key("with start_from: also load moments, step and position in the data", False)
+    push: str | None = key("owner/name on the hub to push the folded model to, private if new", None, changes=True)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,10 +27,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.config.run_folder import exported_folder
+from dlr_pretrain.config.run_folder import exported_folder, read_record
+from dlr_pretrain.config.shape import settings_of
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
-from dlr_pretrain.models.adapter import EMBEDDING, load_
+from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import Llama, build_model
@@ -89,7 +91,7 @@ def export(
     earlier folder is renamed to ``<folder>_1`` (or 2, 3, ...).
     """
     exported, tensors = deployed(cfg, folded, merge, dtype)
-    rows, tokenizer = tensors[EMBEDDING], load_tokenizer(tokenizer_path)
+    rows, tokenizer = tensors["model.embed_tokens.weight"], load_tokenizer(tokenizer_path)
     special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
     settings = model_config(exported, len(rows), rows.dtype) | special_ids
     settings["tokenizer_sha256"] = tokenizer.fingerprint
@@ -152,7 +154,7 @@ def deployed(
     ``merge`` every backbone does. The weights are computed in fp32, rounded once to the dtype of ``tensors``, and cast
     to ``dtype``. Raises UserError if a backbone cannot be merged.
     """
-    dtype = dtype or tensors[EMBEDDING].dtype  # under bf16_sr learned scalars are trained in fp32
+    dtype = dtype or tensors["model.embed_tokens.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
     if cfg.backbone.name != DENSE.name and (merge or deployed_dense(cfg)):
         cfg, tensors = replace(cfg, backbone=DENSE), _merged(cfg, tensors)
     return cfg, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -160,7 +162,7 @@ def deployed(
 
 def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     merged = dict(tensors)
-    for path, layer in named_layers(build_model(cfg, len(tensors[EMBEDDING]), torch.device("meta"))):
+    for path, layer in named_layers(build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))):
         for name in projections(path, layer):
             parts = {leaf: merged.pop(f"{name}.{leaf}") for leaf, _ in layer.parts.values()}
             merged[f"{name}.weight"] = layer.dense(parts)
@@ -169,7 +171,7 @@ def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def loaded_model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Llama:
     """The model of ``cfg`` with ``tensors``, by their exported names, for forward passes."""
-    model = build_model(cfg, len(tensors[EMBEDDING]), device, dtype, initialize=False)
+    model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), device, dtype, initialize=False)
     load_(model, tensors)
     return model.requires_grad_(False)
 
@@ -216,19 +218,10 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5
 
 def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """``config.json``, without the tokenizer's ids, of a plain LLaMA or of one with the layers of ``cfg.backbone``."""
-    shape = {
+    shape = settings_of(cfg.scale) | {
         "vocab_size": vocab_size,
-        "hidden_size": cfg.scale.hidden_size,
-        "intermediate_size": cfg.scale.intermediate_size,
-        "num_hidden_layers": cfg.scale.num_layers,
-        "num_attention_heads": cfg.scale.num_heads,
-        "num_key_value_heads": cfg.scale.kv_heads,
-        "head_dim": cfg.scale.head_width,
         "max_position_embeddings": max(POSITIONS, cfg.train.seq_len),
         "hidden_act": "silu" if cfg.backbone.swiglu_silu else "linear",
-        "rms_norm_eps": cfg.scale.norm_eps,
-        "rope_theta": cfg.scale.rope_theta,
-        "tie_word_embeddings": cfg.scale.tie_embeddings,
         "bos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -272,6 +265,13 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
         configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in CARD_SECTIONS})),
         citation=citation if trained.dlr.enabled else "",
     )
+
+
+def origin(run_dir: Path) -> dict[str, object]:
+    """Rows for the card of a run's model: the command of its last start, without paths, and the commit of the code."""
+    start = read_record(run_dir).get("starts", [{}])[-1]
+    words = [re.sub(r"(?<![\w.:/-])(/|~|\.\.?/)[^\s,\]}]*", "...", word) for word in start.get("command", ())[1:]]
+    return {"command": f"`train.py {shlex.join(words)}`" if start else None, "commit of the code": start.get("git")}
 
 
 def few_digits(value: object, digits: int = 4) -> str:

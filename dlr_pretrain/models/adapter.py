@@ -14,13 +14,6 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.layer import named_layers, projections
 
-EMBEDDING = "model.embed_tokens.weight"  # of every model
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of ``model`` by name, each once: a head that is the embedding has none of its own."""
-    return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
-
 
 def split(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of the ``tensors`` of ``model``, one per projection and without padding, by their exported names."""
@@ -51,7 +44,7 @@ def unpadded_sizes(model: nn.Module) -> dict[str, int]:
 def load_(model: nn.Module, exported: Mapping[str, Tensor]) -> None:
     """Load ``exported``, which holds all tensors of ``model`` by their exported names. Padding becomes zero."""
     zero_layers_(model)
-    targets = split(model, tensors_of(model))
+    targets = split(model, model.state_dict())
     if targets.keys() != exported.keys():
         raise KeyError(f"not the tensors of this model: {sorted(targets.keys() ^ exported.keys())[:5]}")
     for name, value in exported.items():

@@ -44,13 +44,11 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def rotary(
-    positions: int, width: int, dtype: torch.dtype, device: torch.device, base: float = 10_000.0
-) -> tuple[Tensor, Tensor]:
+def rotary(length: int, width: int, dtype: torch.dtype, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin [T, E] of the half-split rotary embedding, computed in fp32 (fp64 for fp64)."""
     wide = at_least_fp32(dtype)
     frequency = base ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
-    angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
+    angle = torch.outer(torch.arange(length, dtype=wide, device=device), frequency).repeat(1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -89,7 +87,7 @@ def shared(x: Tensor, heads: int) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head size) + bias) v, all [B, heads, T, head size]; causal without a bias [B, 1, T, T].
 
-    k and v may have fewer heads. They are repeated, because torch's kernels for shared heads take no bias.
+    If k and v have fewer heads, they are repeated: torch's kernels that share heads take no bias.
 
     On the meta device, where models are only counted, it is a GPU's fused operator: torch's own choice there forms the
     weights [T, T], and no public name makes another one.
@@ -119,10 +117,9 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        s = cfg.scale
-        d, self.num_heads, self.head_width = s.hidden_size, s.num_heads, s.head_width
+        d, self.num_heads, self.head_width = cfg.scale.hidden_size, cfg.scale.num_heads, cfg.scale.head_width
+        wide, narrow = (heads * self.head_width for heads in (self.num_heads, cfg.scale.kv_heads))
         self.triton = cfg.attention_kernel == "triton"
-        wide, narrow = s.num_heads * s.head_width, s.kv_heads * s.head_width
 
         def projecting(names: str, d_in: int, d_out: int) -> Layer:
             return layer(Spec(tuple(names.split()), d_in, d_out, d_in, d_out, block, alignment), cfg.backbone)
@@ -236,8 +233,10 @@ class Llama(nn.Module):
         super().__init__()
         self.factorized = cfg.backbone.factorized
         self.model = Body(cfg, vocab_size, alignment)
-        tied, head = cfg.scale.tie_embeddings, partial(nn.Linear, cfg.scale.hidden_size, vocab_size, bias=False)
-        self.lm_head = self.model.embed_tokens if tied else head()  # of either, the weight is [vocabulary, D]
+        self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
+        if cfg.scale.tie_embeddings:
+            del self.lm_head
+            vars(self)["lm_head"] = self.model.embed_tokens  # its weight [vocabulary, D], without a second name
         self.score = score
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -272,7 +271,7 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        exported = adapter.split(self, adapter.tensors_of(self))
+        exported = adapter.split(self, self.state_dict())
         for path, layer in named_layers(self):
             for name in projections(path, layer):
                 for leaf, value in layer.initial(seeded, name).items():

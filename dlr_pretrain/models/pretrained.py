@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.config.shape import settings_of
 from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import Llama
@@ -75,7 +76,7 @@ class PretrainedFolder:
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
         """Copy these weights into ``model``, which is initialised; lora and relora keep their initial factors."""
-        targets = adapter.split(model, adapter.tensors_of(model))
+        targets = adapter.split(model, model.state_dict())
         for name in self.files:
             targets[name].copy_(self.read(name))
 
@@ -92,7 +93,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
     with torch.device("meta"):
         model = Llama(cfg, vocab_size)
-    return {name: list(tensor.shape) for name, tensor in adapter.split(model, adapter.tensors_of(model)).items()}
+    return {name: list(tensor.shape) for name, tensor in adapter.split(model, model.state_dict()).items()}
 
 
 def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
@@ -106,12 +107,9 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     if (kind := settings.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
         return [f"config.json: model_type is {kind}, whose settings are not read. Remove this file if the weights fit"]
     rope = settings.get("rope_scaling", {}) | settings.get("rope_parameters", {})
-    settings |= {"rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
-    settings |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    s, act = cfg.scale, "silu" if cfg.backbone.swiglu_silu else "linear"
-    expected = {"num_attention_heads": s.num_heads, "num_key_value_heads": s.kv_heads, "head_dim": s.head_width,
-              "hidden_act": act, "rms_norm_eps": s.norm_eps, "tie_word_embeddings": s.tie_embeddings,
-              "rope_theta": s.rope_theta, "rope_type": "default",
+    settings = {"rope_theta": 10_000.0} | rope | settings
+    expected = settings_of(cfg.scale) | {"hidden_act": "silu" if cfg.backbone.swiglu_silu else "linear",
+              "rope_type": "default", "type": "default",
               "backbone": cfg.backbone.name, **to_dict(cfg)["backbone"], "tokenizer_sha256": tokenizer}  # fmt: skip
     return [
         f"config.json: {name} is {settings[name]}, here {value}"

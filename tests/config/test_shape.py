@@ -73,8 +73,9 @@ def test_the_users_values_win_and_the_option_gives_the_recipe(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "rule"), [
-    ({"rope_scaling": LLAMA3}, r"rope_scaling is llama3, here default\. .* set scale\.rope_theta=500"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, r"rope_scaling is yarn.* rope_theta=1000000"),
+    ({"rope_scaling": LLAMA3}, r"rope_type is llama3, here default\. .* set scale\.rope_theta"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type is yarn, here default"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "=.*other: type is linear, here default"),
     ({"attention_bias": True}, "attention_bias is true, here false"),
     ({"mlp_bias": True}, "mlp_bias is true, here false"),
     ({"hidden_act": "gelu"}, "hidden_act is gelu, here silu"),
@@ -127,9 +128,9 @@ def test_a_resume_does_not_read_the_file_again(words, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "rule"), [
-    ("scale.num_kv_heads=3", r"scale\.num_kv_heads=3: must divide scale\.num_heads=4\. Try 2"),
-    ("scale.head_dim=5", r"scale\.head_dim=5: must be even"),
-    ("scale.num_heads=5", r"scale\.num_heads=5: .* heads of even width\. Or set scale\.head_dim"),
+    ("scale.num_kv_heads=3", r"scale\.num_kv_heads=3: must divide scale\.num_heads=4"),
+    ("scale.head_dim=5", r"scale\.num_heads=4: .* heads of even width\. Or set an even scale\.head_dim"),
+    ("scale.num_heads=5", r"scale\.num_heads=5: .* heads of even width\. Or set an even scale\.head_dim"),
     ("scale.num_kv_heads=1 scale.rank=48", r"backbone\.rank=48: must lie between 1 and the narrowest .* 32"),
     ("scale.num_kv_heads=2 attention=triton precision=bf16", r"needs as many heads of k and v as of q"),
 ])  # fmt: skip

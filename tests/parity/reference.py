@@ -18,7 +18,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Scale
 from dlr_pretrain.models import Llama, build_model
-from dlr_pretrain.models.adapter import split, tensors_of
+from dlr_pretrain.models.adapter import split
 from dlr_pretrain.util.tensors import ALPHA
 
 VOCAB = 50
@@ -222,7 +222,7 @@ def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> C
 
 def weights(model: Llama) -> State:
     """The tensors of the model by their exported names."""
-    return split(model, tensors_of(model))
+    return split(model, model.state_dict())
 
 
 def with_checkpointing(cfg: Config, mode: str) -> Config:

@@ -66,7 +66,7 @@ def errors(heads: int, width: int, dtype: torch.dtype, masked: bool, device: tor
     qkv = torch.randn(3, ROWS, LENGTH, heads * width, generator=generator).to(dtype)
     dy = torch.randn(ROWS, LENGTH, heads * width, generator=generator).to(dtype)
     documents = numbers(ROWS, LENGTH).to(device) if masked else None
-    tables, qkv, dy, outcomes = rotary(LENGTH, width, dtype, device), qkv.to(device), dy.to(device), []
+    tables, qkv, dy, outcomes = rotary(LENGTH, width, dtype, device, 1e4), qkv.to(device), dy.to(device), []
     for act, wide in ((rotary_attention, dtype), (usual, torch.float64)):
         x = qkv.to(wide).requires_grad_()
         y = act(x, *(t.to(wide) for t in tables), documents, heads)
@@ -98,7 +98,7 @@ def checked_by_torch() -> str:
     """The result of torch's own tests of an operator: schema, autograd, shapes and strides, and tracing."""
     qkv = torch.randn(3, 1, 64, 64, requires_grad=True)
     operator = torch.ops.dlr_pretrain.rotary_attention.default
-    arguments = (qkv, *rotary(64, 32, torch.float32, CPU), numbers(1, 64), 2, [64, 4, 2])
+    arguments = (qkv, *rotary(64, 32, torch.float32, CPU, 1e4), numbers(1, 64), 2, [64, 4, 2])
     return " ".join(sorted(set(torch.library.opcheck(operator, arguments).values())))
 
 

@@ -112,7 +112,7 @@ LINEAR = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
     ("lora", FILE, {"lm_head.weight": torch.ones(60, 32)}, "lm_head.weight: has shape"),
     ("lora", FILE, None, "cannot be read: "),
     ("lora", "config.json", THETA, "rope_theta is 500000.0, here 10000.0"),
-    ("lora", "config.json", LINEAR, "rope_type is linear, here default"),
+    ("lora", "config.json", LINEAR, ": type is linear, here default"),
     ("lora", "config.json", {"backbone": "cola"}, "backbone is cola, here lora"),
     ("lora", "config.json", {"model_type": "cola"}, "model_type is cola, whose settings are not read"),
     ("lora", "config.json", {"hidden_act": "linear"}, "hidden_act is linear, here silu"),
