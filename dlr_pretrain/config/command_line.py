@@ -284,9 +284,8 @@ def configure(
         cfg = parse(_resolved(composed), given, line.problems)
         if cfg.run.dir is None:
             choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
-            changed = _changed(cfg, choices, given, line)
-            choices |= {"scale": name_of(source)} if source else {}
-            cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *changed))
+            named = choices | ({"scale": name_of(source)} if source else {})
+            cfg.run.dir = str(run_folder(cfg, named, default_choices(), given, *_changed(cfg, choices, given, line)))
         if source:
             cfg = replace(parse(_resolved(composed, _shape(source, given, Path(cfg.run.dir)))), run=cfg.run)
     except OmegaConfBaseException as error:

@@ -114,11 +114,10 @@ def _attention(cfg: Config) -> Iterator[Problem]:
     if cfg.attention != "triton":
         return
     width, length = cfg.scale.head_width, cfg.train.seq_len
-    if width not in TRITON_HEADS:
-        rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}; those of scale={cfg.scale.name} have {width}"
+    if width not in TRITON_HEADS or cfg.scale.kv_heads != cfg.scale.num_heads:
+        rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}, as many of k and v as of q; those of "
+        rule += f"scale={cfg.scale.name} have {width} ({cfg.scale.num_heads} of q, {cfg.scale.kv_heads} of k)"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another scale.num_heads")
-    if cfg.scale.kv_heads != cfg.scale.num_heads:
-        yield Problem("attention", "triton", "needs as many heads of k and v as of q", "Use attention=sdpa")
     if length % TRITON_BLOCK or length > TRITON_POSITIONS:
         rule = f"needs a multiple of {TRITON_BLOCK} up to {TRITON_POSITIONS} as train.seq_len, which is {length}"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another train.seq_len")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ FROM = "scale.from"
 OURS = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_theta")}
 OURS |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
          "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embeddings"}  # fmt: skip
-ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "attention_dropout": 0.0, "rope_type": "default", "type": "default"}  # fmt: skip
-SCALED = {"rope_type", "type"}, "To train another model, with plain rotary embeddings, set scale.rope_theta"
+ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0}
+PLAIN = {"rope_type": "default", "type": "default"}  # rotary embeddings
 
 
 def settings_of(scale: Scale) -> dict[str, Any]:
@@ -33,7 +31,7 @@ def name_of(source: str) -> str:
     return re.sub(r"[^\w.-]", "_", path.parent.name if path.name == "config.json" else path.name)
 
 
-def read_shape(source: str, given: Collection[str]) -> dict[str, Any]:
+def read_shape(source: str, given: set[str]) -> dict[str, Any]:
     """The keys of ``scale`` from ``source``, a ``config.json``, its folder or a repository of the hub, without prefix.
 
     Where the file has none, our defaults are those of ``transformers``. Raises ConfigError if it cannot be read, or is
@@ -51,9 +49,9 @@ def read_shape(source: str, given: Collection[str]) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {first_line(error)}"
         raise ConfigError([Problem(FROM, source, rule, "Name a file, its folder, or owner/name on the hub")]) from error
-    scaled, fix = SCALED
-    other = [name for name, ours in ONLY.items() if there.get(name, ours) != ours]
-    if other := [name for name in other if name not in scaled or "scale.rope_theta" not in given]:
-        rules = {name: f"{name} is {as_typed(there[name])}, here {as_typed(ONLY[name])}" for name in other}
-        raise ConfigError([Problem(FROM, source, rules[name], fix if name in scaled else "") for name in other])
+    only = ONLY if "scale.rope_theta" in given else ONLY | PLAIN
+    if other := [name for name, ours in only.items() if there.get(name, ours) != ours]:
+        fixes = dict.fromkeys(PLAIN, "To train another model, with plain rotary embeddings, set scale.rope_theta")
+        rules = {name: f"{name} is {as_typed(there[name])}, here {as_typed(only[name])}" for name in other}
+        raise ConfigError([Problem(FROM, source, rules[name], fixes.get(name, "")) for name in other])
     return {ours: there.get(name, KEYS[f"scale.{ours}"].default) for name, ours in OURS.items()}

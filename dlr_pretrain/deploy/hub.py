@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -15,7 +13,7 @@ def require_writable(repo: str) -> None:
     """Raise UserError unless the hub knows this machine's token, and lets it write."""
     try:
         token, rule = HfApi().whoami()["auth"]["accessToken"], "the token of this machine may only read"
-        if token["role"] == "write" or (token["role"] == "fineGrained" and "repo.write" in json.dumps(token)):
+        if token["role"] not in ("read", "fineGrained") or "repo.write" in str(token):
             return
     except Exception as error:  # the types differ between versions of the client
         rule = f"the hub accepts no token of this machine: {first_line(error)}"
@@ -23,16 +21,15 @@ def require_writable(repo: str) -> None:
 
 
 def push(folder: Path, report: Path, repo: str, public: bool = False) -> str:
-    """Commit the files of ``folder``, and ``report`` if it exists, to ``repo``; returns the commit's address.
+    """Commit ``folder``, and ``report`` if it exists, to ``repo``, which is private if new, unless ``public``.
 
-    A new repository is private unless ``public``. The commit deletes other weights there. Raises UserError; the same
-    call then sends what is missing.
+    Other weights there are deleted. Returns the commit's address, or raises UserError; the same call then goes on.
     """
     files = {path.name: path for path in sorted((report, *folder.iterdir())) if path.is_file()}
     try:
         api = HfApi()
         api.create_repo(repo, private=not public, exist_ok=True)
-        old = {name for name in api.list_repo_files(repo) if fnmatch(name, "model*.safetensors*")}
+        old = {name for name in api.list_repo_files(repo) if name.startswith("model") and ".safetensors" in name}
         changes: list = [CommitOperationAdd(name, path) for name, path in files.items()]
         changes += [CommitOperationDelete(name) for name in sorted(old - files.keys())]
         return api.create_commit(repo, changes, commit_message="Folded model of dlr_pretrain").commit_url

@@ -79,28 +79,22 @@ def _keep_latents(_, operation, *__, **___) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
 
 
-def shared(x: Tensor, heads: int) -> Tensor:
-    """x [B, KV heads, T, E] -> [B, heads, T, E]: each head, as often as heads of q share it. A view if none do."""
-    return x[:, :, None].expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head size) + bias) v, all [B, heads, T, head size]; causal without a bias [B, 1, T, T].
 
-    If k and v have fewer heads, they are repeated: torch's kernels that share heads take no bias.
-
-    On the meta device, where models are only counted, it is a GPU's fused operator: torch's own choice there forms the
-    weights [T, T], and no public name makes another one.
+    Fewer heads of k and v are repeated: torch's kernels that share heads take no bias. On the meta device, where models
+    are only counted, it is a GPU's fused operator: torch's own choice there forms the weights [T, T], and no public
+    name makes another one.
 
     A model compiled for a CPU in bf16 uses plain products with fused code between them. The backward pass of torch's
     operator takes 2.4 times as long there (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
     """
-    k, v = shared(k, q.shape[1]), shared(v, q.shape[1])
+    k, v = (t[:, :, None].expand(-1, -1, q.shape[1] // t.shape[1], -1, -1).flatten(1, 2) for t in (k, v))
     if q.device.type == "meta":
         if bias is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        of_heads = bias.expand(-1, q.shape[1], -1, -1)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, of_heads, True)[0]
+        shared = bias.expand(-1, q.shape[1], -1, -1)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, shared, True)[0]
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         if bias is None:
             positions = torch.arange(q.shape[2], device=q.device)
@@ -113,23 +107,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 class Attention(nn.Module):
     """Causal multi-head attention. q is a layer apart if k and v have fewer heads."""
 
-    qkv: Any  # a Layer, or several as one
-
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
         d, self.num_heads, self.head_width = cfg.scale.hidden_size, cfg.scale.num_heads, cfg.scale.head_width
         wide, narrow = (heads * self.head_width for heads in (self.num_heads, cfg.scale.kv_heads))
         self.triton = cfg.attention_kernel == "triton"
-
-        def projecting(names: str, d_in: int, d_out: int) -> Layer:
-            return layer(Spec(tuple(names.split()), d_in, d_out, d_in, d_out, block, alignment), cfg.backbone)
-
+        of = partial(Spec, block=block, alignment=alignment)
         if narrow == wide:
-            self.qkv = projecting("q_proj k_proj v_proj", d, wide)
+            self.qkv: Any = layer(of(("q_proj", "k_proj", "v_proj"), d, wide, d, wide), cfg.backbone)
         else:
-            self.q, self.kv = projecting("q_proj", d, wide), projecting("k_proj v_proj", d, narrow)
+            self.q = layer(of(("q_proj",), d, wide, d, wide), cfg.backbone)
+            self.kv = layer(of(("k_proj", "v_proj"), d, narrow, d, narrow), cfg.backbone)
             self.qkv = Joined(self.q, self.kv)
-        self.o = projecting("o_proj", wide, d)
+        self.o = layer(of(("o_proj",), wide, d, wide, d), cfg.backbone)
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """The latent of q, k and v -> the input [B, T, H E] of the output projection; causal even without a mask."""
@@ -233,10 +223,10 @@ class Llama(nn.Module):
         super().__init__()
         self.factorized = cfg.backbone.factorized
         self.model = Body(cfg, vocab_size, alignment)
-        self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         if cfg.scale.tie_embeddings:
-            del self.lm_head
-            vars(self)["lm_head"] = self.model.embed_tokens  # its weight [vocabulary, D], without a second name
+            vars(self)["lm_head"] = self.model.embed_tokens  # past nn.Module: its weight has no second name
+        else:
+            self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         self.score = score
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:

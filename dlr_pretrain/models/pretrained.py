@@ -106,8 +106,7 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     settings = {k: v for k, v in read_json(path, {}).items() if v is not None}
     if (kind := settings.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
         return [f"config.json: model_type is {kind}, whose settings are not read. Remove this file if the weights fit"]
-    rope = settings.get("rope_scaling", {}) | settings.get("rope_parameters", {})
-    settings = {"rope_theta": 10_000.0} | rope | settings
+    settings = {"rope_theta": 1e4} | settings.get("rope_scaling", {}) | settings.get("rope_parameters", {}) | settings
     expected = settings_of(cfg.scale) | {"hidden_act": "silu" if cfg.backbone.swiglu_silu else "linear",
               "rope_type": "default", "type": "default",
               "backbone": cfg.backbone.name, **to_dict(cfg)["backbone"], "tokenizer_sha256": tokenizer}  # fmt: skip

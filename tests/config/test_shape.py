@@ -132,7 +132,7 @@ def test_a_resume_does_not_read_the_file_again(words, tmp_path):
     ("scale.head_dim=5", r"scale\.num_heads=4: .* heads of even width\. Or set an even scale\.head_dim"),
     ("scale.num_heads=5", r"scale\.num_heads=5: .* heads of even width\. Or set an even scale\.head_dim"),
     ("scale.num_kv_heads=1 scale.rank=48", r"backbone\.rank=48: must lie between 1 and the narrowest .* 32"),
-    ("scale.num_kv_heads=2 attention=triton precision=bf16", r"needs as many heads of k and v as of q"),
+    ("scale.num_kv_heads=2 attention=triton precision=bf16", r"those of scale=tiny have 32 \(4 of q, 2 of k\)"),
 ])  # fmt: skip
 def test_shapes_that_cannot_be_are_refused(words, rule):
     with pytest.raises(ConfigError, match=rule):

@@ -201,7 +201,7 @@ def test_sdpa_is_the_default(attention):
 @pytest.mark.parametrize(("words", "said"), [
     ("train.seq_len=96", "attention=triton: needs a multiple of 64 up to 512 as train.seq_len, which is 96. Use"),
     ("train.seq_len=1024", "as train.seq_len, which is 1024"),
-    ("scale.num_heads=8", "needs heads of width 32, 64, 128; those of scale=tiny have 8. Use attention=sdpa, or"),
+    ("scale.num_heads=8", "needs heads of width 32, 64, 128, as many of k and v as of q; those of scale=tiny have 8 ("),
     ("precision=fp32", "attention=triton: multiplies in bf16, not in fp32. Use attention=sdpa"),
     ("device=cpu", "attention=triton: needs a GPU. Use attention=sdpa"),
 ])  # fmt: skip

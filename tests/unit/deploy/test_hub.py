@@ -100,7 +100,7 @@ def test_a_run_refuses_before_it_reads_and_hands_on_at_its_end(words, tmp_path, 
     assert pushed == contents(run_dir / "folded") | {"report.html": (run_dir / "report.html").read_bytes()}
     card = pushed["README.md"].decode()
     for text in ("| trained on | local, packed |", "train.steps=4", "data.root=...", "run.push=me/model",
-                 "eval/perplexity", "commit of the code", "Perplexities compare only where"):  # fmt: skip
+                 "eval/perplexity", "commit of the code", "compares only with models of the same"):  # fmt: skip
         assert text in card
     assert str(tmp_path) not in card and "/home/me" not in card
 
