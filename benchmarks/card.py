@@ -94,7 +94,7 @@ def multiplications(
 
 def attentions(cfg: Config, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
     """Yields every row on attention, for the heads and the batch of ``cfg``."""
-    width = cfg.scale.hidden_size // cfg.scale.num_heads
+    width = cfg.scale.head_width
     shape = (cfg.train.global_batch, cfg.scale.num_heads, cfg.train.seq_len, width)
     yield from attention(shape, device, dtype)
     yield from rotary_attentions(shape, device, dtype)
@@ -134,7 +134,7 @@ def rotary_attentions(shape: tuple[int, int, int, int], device: torch.device, dt
     rows, heads, length, width = shape
     qkv = torch.randn(3, rows, length, heads * width, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn_like(qkv[0])
-    table, flops = rotary(length, width, dtype, device), 7 * qkv[0].numel() * length
+    table, flops = rotary(length, width, dtype, device, 1e4), 7 * qkv[0].numel() * length
     numbers = (torch.rand(rows, length, device=device) < 1 / 64).cumsum(1).int()
     name = f"rotary and attention {list(shape)}"
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlr_pretrain.util.errors import say
+from dlr_pretrain.util.errors import UserError, say
 
 if TYPE_CHECKING:
     from dlr_pretrain.config import Config
@@ -28,6 +28,7 @@ def main() -> int:
 
 def run_and_report(cfg: Config) -> float | None:
     """Run one configuration; returns its last ``eval/loss``, which a sweeper such as Optuna's minimises."""
+    from dlr_pretrain.deploy.hub import push
     from dlr_pretrain.train.run import run
     from dlr_pretrain.util.files import read_metrics
 
@@ -38,6 +39,11 @@ def run_and_report(cfg: Config) -> float | None:
             write_report(run_dir)
         if report.exists():
             say(f"report      {linked(report)}", sys.stdout)
+        if cfg.run.push:
+            try:
+                say(f"pushed      {push(run_dir / 'folded', report, cfg.run.push)}", sys.stdout)
+            except UserError as error:  # the run stays complete
+                say(f"warning: {error}", sys.stdout)
     records = read_metrics(run_dir / "metrics.jsonl")
     return next((record["eval/loss"] for record in reversed(records) if "eval/loss" in record), None)
 

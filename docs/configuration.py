@@ -22,6 +22,9 @@ value of another key. The last column says whether a key may change when a run r
 mathematics of the run: `run.start_from` starts another run from it. The keys of text and tokenizer may change if these
 stay the same text and tokenizer.
 
+`scale.from=<config.json, its folder, or owner/name on the hub>` sets keys of `scale` from a published LLaMA
+([recipe](recipes.md#the-shape-of-a-published-llama)).
+
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""
 COLUMNS = ("key", "meaning", "values", "default", "may change on resume")
 

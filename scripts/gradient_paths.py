@@ -61,7 +61,7 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
             raise UserError(f"{checkpoint}: {damage}. Move it away")
         state = {name: stored.whole() for name, stored in load(checkpoint).model.items()}
         learned = state.pop(ALPHA, None)
-        model = build_model(cfg, len(state["lm_head.weight"]), device, initialize=False)
+        model = build_model(cfg, len(state["model.embed_tokens.weight"]), device, initialize=False)
         model.load_state_dict(state)
         measured = measure(model, cfg.dlr, learned, names, list(batches(text, device)))
         rows += [{"projection": n, "step": step_of(checkpoint), **numbers} for n, numbers in measured.items()]

@@ -178,7 +178,8 @@ def waiting_seconds(cfg: Config, vocab_size: int, gpus: int, seconds: float) -> 
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
     depth = cfg.scale.num_layers
     rest = sum(p.nbytes for p in model.parameters()) - depth * block
-    last = rest - model.lm_head.weight.nbytes + block if cfg.parallel.name == "ddp" else rest
+    early = 0 if cfg.scale.tie_embeddings else model.lm_head.weight.nbytes
+    last = rest - early + block if cfg.parallel.name == "ddp" else rest
     shards, micro_batches = cfg.shards(gpus), cfg.train.global_batch // gpus // cfg.micro_batch(gpus)
 
     def gather(size: float) -> float:

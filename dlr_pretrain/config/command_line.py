@@ -12,8 +12,8 @@ import itertools
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from dlr_pretrain.config.identity import identity, run_folder
 from dlr_pretrain.config.key import is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
+from dlr_pretrain.config.run_folder import read_config
+from dlr_pretrain.config.shape import FROM, OURS, name_of, read_shape
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, Config, entry_keys
 from dlr_pretrain.config.values import flatten, parse, to_dict
 from dlr_pretrain.util.errors import first_line
@@ -188,16 +190,16 @@ def times(number: int, ratio: float) -> int:
     return round(number * ratio)
 
 
-def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int:
+def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float, *, _root_: DictConfig) -> int:
     """The largest rank, at least 1, at which LOST with its sparse channels has no more parameters than plain ``rank``.
 
-    A block's low-rank factors have 8 d + 3 (d + f) parameters per unit of rank. Each of its seven projections adds
-    k = max(1, int(sparsity * d_in)) dense columns.
+    A projection has d_in + d_out parameters per unit of rank, and max(1, int(sparsity * d_in)) dense columns.
     """
-    d, f = hidden, intermediate
-    columns = {width: max(1, int(sparsity * width)) for width in (d, f)}
-    extra = 4 * columns[d] * d + 2 * columns[d] * f + columns[f] * d
-    return max(1, rank - -(-extra // (8 * d + 3 * (d + f))))
+    d, f, s = hidden, intermediate, _root_.scale
+    q, kv = ((heads or s.num_heads) * (s.head_dim or d // s.num_heads) for heads in (s.num_heads, s.num_kv_heads))
+    shapes = ((d, q), (d, kv), (d, kv), (q, d), (d, f), (d, f), (f, d))
+    extra = sum(max(1, int(sparsity * d_in)) * d_out for d_in, d_out in shapes)
+    return max(1, rank - -(-extra // sum(map(sum, shapes))))
 
 
 def register() -> None:
@@ -277,14 +279,17 @@ def configure(
     ``line`` and of all keys, or else with those of the rules between keys.
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    given = set(typed(words))
+    given, source = set(typed(words)), str(OmegaConf.select(composed, FROM) or "")
     try:
         cfg = parse(_resolved(composed), given, line.problems)
+        if cfg.run.dir is None:
+            choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
+            named = choices | ({"scale": name_of(source)} if source else {})
+            cfg.run.dir = str(run_folder(cfg, named, default_choices(), given, *_changed(cfg, choices, given, line)))
+        if source:
+            cfg = replace(parse(_resolved(composed, _shape(source, given, Path(cfg.run.dir)))), run=cfg.run)
     except OmegaConfBaseException as error:
         raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
-    if cfg.run.dir is None:
-        choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
-        cfg.run.dir = str(run_folder(cfg, choices, default_choices(), given, *_changed(cfg, choices, given, line)))
     problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
     if hydra.job.chdir:
         problems.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
@@ -293,10 +298,23 @@ def configure(
     return cfg
 
 
-def _resolved(composed: DictConfig) -> dict[str, Any]:
+def _resolved(composed: DictConfig, scale: Mapping[str, Any] | None = None) -> dict[str, Any]:
     without_hydra = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+    for leaf, value in (scale or {}).items():
+        OmegaConf.update(without_hydra, f"scale.{leaf}", value)
     tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
+    with suppress(KeyError, TypeError):  # parse refuses a scale that is not a section
+        del tree["scale"]["from"]
     return tree
+
+
+def _shape(source: str, given: set[str], run_dir: Path) -> dict[str, Any]:
+    """The keys of ``scale`` that ``source`` decides, as the run has recorded them, or else as they are read."""
+    scale = read_config(run_dir).get("scale") if (run_dir / "config.yaml").exists() else None
+    if not isinstance(scale, dict) or scale.get("source") != source:
+        scale = read_shape(source, given)
+    shape = {name: scale[name] for name in OURS.values() if f"scale.{name}" not in given}
+    return {**shape, "name": name_of(source), "source": source}
 
 
 @cache
@@ -323,6 +341,7 @@ def _changed(
     standard = identity(parse(filled))
     valued = {name for name, value in flatten(tree).items() if is_value(value)} | {"seed", "data.streams"}
     valued |= {name for name, key in entry_keys(tree).items() if is_value(key.default)}
+    valued -= {name for name in given if FROM in given and name.startswith("scale.")}  # the file has other values
     changed = {name: value for name, value in settings.items() if name not in valued or standard[name] != value}
     nodes = {name: OmegaConf.select(composed, name.rpartition(".")[0]) if "." in name else composed for name in changed}
     set_freely = [

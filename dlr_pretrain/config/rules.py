@@ -40,6 +40,8 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     Without ``machine``, rules about this machine's files and packages are not checked.
     """
     problems = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_texts(cfg), *_secrets(cfg)]
+    if cfg.run.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.run.push):
+        problems.append(Problem("run.push", cfg.run.push, "must be owner/name, a repository on the hub"))
     if cfg.run.start_optimizer and cfg.run.start_from is None:
         problems.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))
     problems += [*cfg.backbone.problems(cfg), *cfg.optimizer.problems(cfg)]
@@ -84,10 +86,12 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
-    if s.hidden_size % (2 * s.num_heads):
+    if s.head_width % 2 or (s.head_dim is None and s.hidden_size % s.num_heads):
         rule = f"must divide scale.hidden_size={s.hidden_size} into heads of even width"
-        yield Problem("scale.num_heads", s.num_heads, rule)
-    narrowest = min(s.hidden_size, s.intermediate_size)
+        yield Problem("scale.num_heads", s.num_heads, rule, "Or set an even scale.head_dim")
+    if s.num_heads % s.kv_heads:
+        yield Problem("scale.num_kv_heads", s.num_kv_heads, f"must divide scale.num_heads={s.num_heads}")
+    narrowest = min(s.hidden_size, s.intermediate_size, s.kv_heads * s.head_width or s.hidden_size)
     for group in OPEN_GROUPS:
         rank = getattr(cfg, group).rank
         if rank is not None and not 1 <= rank <= narrowest:
@@ -106,9 +110,10 @@ def _model(cfg: Config) -> Iterator[Problem]:
 def _attention(cfg: Config) -> Iterator[Problem]:
     if cfg.attention != "triton":
         return
-    width, length = cfg.scale.hidden_size // cfg.scale.num_heads, cfg.train.seq_len
-    if width not in TRITON_HEADS:
-        rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}; those of scale={cfg.scale.name} have {width}"
+    width, length = cfg.scale.head_width, cfg.train.seq_len
+    if width not in TRITON_HEADS or cfg.scale.kv_heads != cfg.scale.num_heads:
+        rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}, as many of k and v as of q; those of "
+        rule += f"scale={cfg.scale.name} have {width} ({cfg.scale.num_heads} of q, {cfg.scale.kv_heads} of k)"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another scale.num_heads")
     if length % TRITON_BLOCK or length > TRITON_POSITIONS:
         rule = f"needs a multiple of {TRITON_BLOCK} up to {TRITON_POSITIONS} as train.seq_len, which is {length}"

@@ -88,12 +88,18 @@ class OptimizerOptions(Options):
 class Scale:
     shared: ClassVar[Key] = section(binds="weights")
     name: str = key("name of the scale", fixed=True)
+    source: str | None = key("what scale.from names, if it was given", None, fixed=True, changes=True)
     hidden_size: int = key("width of the residual stream", ge=1, le=HUGE)
     intermediate_size: int = key("width of the SwiGLU", ge=1, le=HUGE)
     num_heads: int = key("attention heads", ge=1, le=HUGE)
+    num_kv_heads: int | None = key("heads of k and v, which those of q share; null: num_heads", None, ge=1, le=HUGE)
+    head_dim: int | None = key("width of a head; null: hidden_size / num_heads", None, ge=2, le=HUGE)
     num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", PAPER_VOCAB_SIZE, ge=4, le=10_000_000)
+    rope_theta: float = key("base of the rotary embeddings", 10_000.0, gt=0)
+    norm_eps: float = key("epsilon of the RMSNorms", 1e-6, gt=0)
+    tie_embeddings: bool = key("the head multiplies by the embedding, and has no weight of its own", False)
     micro_batch: int = key(
         "the paper's sequences per GPU, used by train.micro_batch=null, and by auto without a GPU",
         changes=True,
@@ -101,6 +107,14 @@ class Scale:
         ge=1,
         le=HUGE,
     )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
 
 
 @dataclass
@@ -336,6 +350,7 @@ class Run:
         "run, checkpoint or folder of weights to start from; null: drawn from the seed", None, path=True
     )
     start_optimizer: bool = key("with start_from: also load moments, step and position in the data", False)
+    push: str | None = key("owner/name on the hub to push the folded model to, private if new", None, changes=True)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,13 +27,14 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.config.run_folder import exported_folder
+from dlr_pretrain.config.run_folder import exported_folder, read_record
+from dlr_pretrain.config.shape import settings_of
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, build_model
+from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import locked, read_json, share_mode, sync, write_text
 from dlr_pretrain.util.process import without_warnings
@@ -89,9 +91,9 @@ def export(
     earlier folder is renamed to ``<folder>_1`` (or 2, 3, ...).
     """
     exported, tensors = deployed(cfg, folded, merge, dtype)
-    head, tokenizer = tensors["lm_head.weight"], load_tokenizer(tokenizer_path)
+    rows, tokenizer = tensors["model.embed_tokens.weight"], load_tokenizer(tokenizer_path)
     special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(exported, len(head), head.dtype) | special_ids
+    settings = model_config(exported, len(rows), rows.dtype) | special_ids
     settings["tokenizer_sha256"] = tokenizer.fingerprint
     with written_whole(folder) as draft:
         write_weights(draft, tensors)
@@ -107,7 +109,7 @@ def export(
             return NO_LAYER.format(exported.backbone.name)
         if ids is None:
             return "not verified"
-        reference = (tensors, torch.float32) if exported is cfg else (folded, head.dtype)  # a merge rounds once more
+        reference = (tensors, torch.float32) if exported is cfg else (folded, rows.dtype)  # a merge rounds once more
         return agreement(draft, cfg, tokenizer, *reference, ids)
 
 
@@ -152,7 +154,7 @@ def deployed(
     ``merge`` every backbone does. The weights are computed in fp32, rounded once to the dtype of ``tensors``, and cast
     to ``dtype``. Raises UserError if a backbone cannot be merged.
     """
-    dtype = dtype or tensors["lm_head.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
+    dtype = dtype or tensors["model.embed_tokens.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
     if cfg.backbone.name != DENSE.name and (merge or deployed_dense(cfg)):
         cfg, tensors = replace(cfg, backbone=DENSE), _merged(cfg, tensors)
     return cfg, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -160,7 +162,7 @@ def deployed(
 
 def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     merged = dict(tensors)
-    for path, layer in named_layers(build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))):
+    for path, layer in named_layers(build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))):
         for name in projections(path, layer):
             parts = {leaf: merged.pop(f"{name}.{leaf}") for leaf, _ in layer.parts.values()}
             merged[f"{name}.weight"] = layer.dense(parts)
@@ -169,7 +171,7 @@ def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def loaded_model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Llama:
     """The model of ``cfg`` with ``tensors``, by their exported names, for forward passes."""
-    model = build_model(cfg, len(tensors["lm_head.weight"]), device, dtype, initialize=False)
+    model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), device, dtype, initialize=False)
     load_(model, tensors)
     return model.requires_grad_(False)
 
@@ -216,18 +218,10 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5
 
 def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """``config.json``, without the tokenizer's ids, of a plain LLaMA or of one with the layers of ``cfg.backbone``."""
-    shape = {
+    shape = settings_of(cfg.scale) | {
         "vocab_size": vocab_size,
-        "hidden_size": cfg.scale.hidden_size,
-        "intermediate_size": cfg.scale.intermediate_size,
-        "num_hidden_layers": cfg.scale.num_layers,
-        "num_attention_heads": cfg.scale.num_heads,
-        "num_key_value_heads": cfg.scale.num_heads,
         "max_position_embeddings": max(POSITIONS, cfg.train.seq_len),
         "hidden_act": "silu" if cfg.backbone.swiglu_silu else "linear",
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": ROPE_BASE,
-        "tie_word_embeddings": False,
         "bos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -259,6 +253,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     tree, trust = to_dict(trained), cfg.backbone.name != DENSE.name
+    tree["scale"].pop("source")  # may be a path
     use = USE.format(loading(".", trust)) + PEFT * trust if loadable else NO_LAYER.format(cfg.backbone.name)
     template, citation = (Path(__file__).with_name(f"{part}.md").read_text("utf-8") for part in ("card", "citation"))
     return Template(template).substitute(
@@ -270,6 +265,13 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
         configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in CARD_SECTIONS})),
         citation=citation if trained.dlr.enabled else "",
     )
+
+
+def origin(run_dir: Path) -> dict[str, object]:
+    """Rows for the card of a run's model: the command of its last start, without paths, and the commit of the code."""
+    start = read_record(run_dir).get("starts", [{}])[-1]
+    words = [re.sub(r"(?<![\w.:/-])(/|~|\.\.?/)[^\s,\]}]*", "...", word) for word in start.get("command", ())[1:]]
+    return {"command": f"`train.py {shlex.join(words)}`" if start else None, "commit of the code": start.get("git")}
 
 
 def few_digits(value: object, digits: int = 4) -> str:

@@ -62,7 +62,7 @@ def fold_checkpoint(
         if not changes["weights_identical"]:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     shape = VERIFIED_SEQUENCES, cfg.train.seq_len
-    ids = torch.randint(3, len(tensors["lm_head.weight"]), shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, len(tensors["model.embed_tokens.weight"]), shape, generator=torch.Generator().manual_seed(0))
     checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype)
     return [*report, f"{'checked':<29} {checked}"]
 
@@ -84,7 +84,7 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
 
 def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of a checkpoint's ``tensors`` with every residual folded in, by their exported names."""
-    model = build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
+    model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))
     folded = {name: tensor.clone() for name, tensor in tensors.items()}
     add_(folded, model, cfg.dlr)
     return by_exported_name(cfg, folded)
@@ -92,7 +92,7 @@ def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 def by_exported_name(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint's ``tensors`` by their exported names."""
-    model = build_model(cfg, len(tensors["lm_head.weight"]), torch.device("meta"))
+    model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))
     return split(model, {name: tensor for name, tensor in tensors.items() if name != ALPHA})
 
 

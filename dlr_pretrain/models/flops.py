@@ -36,11 +36,11 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
     """FLOPs per position of the forward and backward passes, in micro-batches of ``micro_batch`` sequences.
 
     Each weight that multiplies a position costs 2 in the forward pass and 4 in the backward pass (2 if it is frozen).
-    Causal attention costs 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its
-    weights), are divided by its positions. The count excludes embedding rows, padding, elementwise operations, the
-    optimizer and the recomputation of activation checkpointing. It runs the model's own code on the meta device.
+    Causal attention costs 6 T H E L (H heads of width E). Products that a micro-batch needs once, whatever its size
+    (SLTrain forms its weights), are divided by its positions. The count excludes embedding rows, padding, elementwise
+    operations, the optimizer and recomputation in the backward pass. It runs the model's own code on the meta device.
     """
-    d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
+    d, depth = cfg.scale.num_heads * cfg.scale.head_width, cfg.scale.num_layers
     cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
     products = by_depth(lambda shallow: _products(shallow, vocab_size, micro_batch), cfg)["products"]
     return products / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
@@ -83,7 +83,7 @@ def parameter_counts(cfg: Config, model: Llama) -> dict[str, int]:
     learned, folded = 7 * cfg.scale.num_layers if cfg.dlr.enabled and cfg.dlr.learn_alpha else 0, total
     if cfg.backbone.layer.deployed_dense:
         dense = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
-        shapes = build_model(dense, model.lm_head.out_features, torch.device("meta"))
+        shapes = build_model(dense, len(model.lm_head.weight), torch.device("meta"))
         folded = parameter_counts(dense, shapes)["total"]
     return {"total": total + learned, "trainable": trained + learned, "folded": folded}
 

@@ -120,6 +120,10 @@ class Layer(nn.Module, ABC):
     def expand(self, z: Tensor) -> Tensor:
         """The latent -> [G, ..., pad_out], the outputs of the projections."""
 
+    def outputs(self, z: Tensor) -> tuple[Tensor, ...]:
+        """The latent -> the output [..., pad_out] of each projection."""
+        return self.expand(z).unbind(0)
+
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         """The weight [d_out, d_in] of a projection, from its ``tensors`` by leaf.
 
@@ -152,6 +156,21 @@ class Layer(nn.Module, ABC):
         else:
             y = torch.bmm(rows.transpose(0, 1), _side_by_side(matrices, rows.shape[-1]).mT)
         return y.view(self.count, *z.shape[:-2], -1)
+
+
+class Joined:
+    """Layers that read the same input, as one: their latents, carried tensors and outputs are in a row."""
+
+    def __init__(self, *layers: Layer):
+        self.layers = layers
+
+    def latent(self, x: Tensor, carried: Sequence | None) -> tuple[tuple, tuple | None]:
+        before = carried or (None,) * len(self.layers)
+        z, after = zip(*(layer.latent(x, own) for layer, own in zip(self.layers, before, strict=True)), strict=True)
+        return z, None if after[0] is None else after
+
+    def outputs(self, z: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return sum((layer.outputs(own) for layer, own in zip(self.layers, z, strict=True)), ())
 
 
 class _Batched(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""The LLaMA model for training: pre-norm, rotary embeddings, SwiGLU, no biases, untied head.
+"""The LLaMA model for training: pre-norm, rotary embeddings, grouped-query attention, SwiGLU, no biases.
 
 The backbone provides the linear layers, whose parameters are fused; ``adapter`` has their exported names.
-Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
+Shapes: B micro-batch, T positions, D hidden size, H heads of width E (D / H by default).
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import adapter
-from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Layer, SeededInit, Spec, named_layers, projections
+from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Joined, Layer, SeededInit, Spec, named_layers, projections
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import add_
 from dlr_pretrain.models.rotary_attention import covers, rotary_attention
 from dlr_pretrain.util.tensors import at_least_fp32
 
-NORM_EPS = 1e-6
-ROPE_BASE = 10_000.0
-
-Carry = tuple[Tensor | None, ...]  # from each layer of a block to the same layer of the next block
+Carry = tuple[Any, ...]  # tensors or None, from each layer of a block to the same layer of the next block
 NO_CARRY: Carry = (None, None, None, None)
 
 
@@ -38,20 +35,20 @@ def padded(width: int, alignment: int = ALIGNMENT) -> int:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, with statistics in fp32 (fp64 for fp64)."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(at_least_fp32(x.dtype))
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(length: int, width: int, dtype: torch.dtype, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin [T, E] of the half-split rotary embedding, computed in fp32 (fp64 for fp64)."""
     wide = at_least_fp32(dtype)
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
-    angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
+    frequency = base ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
+    angle = torch.outer(torch.arange(length, dtype=wide, device=device), frequency).repeat(1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -85,12 +82,14 @@ def _keep_latents(_, operation, *__, **___) -> CheckpointPolicy:
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head size) + bias) v, all [B, heads, T, head size]; causal without a bias [B, 1, T, T].
 
-    On the meta device, where models are only counted, it is a GPU's fused operator: torch's own choice there forms the
-    weights [T, T], and no public name makes another one.
+    Fewer heads of k and v are repeated: torch's kernels that share heads take no bias. On the meta device, where models
+    are only counted, it is a GPU's fused operator: torch's own choice there forms the weights [T, T], and no public
+    name makes another one.
 
     A model compiled for a CPU in bf16 uses plain products with fused code between them. The backward pass of torch's
     operator takes 2.4 times as long there (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
     """
+    k, v = (t[:, :, None].expand(-1, -1, q.shape[1] // t.shape[1], -1, -1).flatten(1, 2) for t in (k, v))
     if q.device.type == "meta":
         if bias is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
@@ -106,22 +105,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention."""
+    """Causal multi-head attention. q is a layer apart if k and v have fewer heads."""
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        d = cfg.scale.hidden_size
-        self.num_heads, self.head_width = cfg.scale.num_heads, d // cfg.scale.num_heads
+        d, self.num_heads, self.head_width = cfg.scale.hidden_size, cfg.scale.num_heads, cfg.scale.head_width
+        wide, narrow = (heads * self.head_width for heads in (self.num_heads, cfg.scale.kv_heads))
         self.triton = cfg.attention_kernel == "triton"
-        self.qkv = layer(Spec(("q_proj", "k_proj", "v_proj"), d, d, d, d, block, alignment), cfg.backbone)
-        self.o = layer(Spec(("o_proj",), d, d, d, d, block, alignment), cfg.backbone)
+        of = partial(Spec, block=block, alignment=alignment)
+        if narrow == wide:
+            self.qkv: Any = layer(of(("q_proj", "k_proj", "v_proj"), d, wide, d, wide), cfg.backbone)
+        else:
+            self.q = layer(of(("q_proj",), d, wide, d, wide), cfg.backbone)
+            self.kv = layer(of(("k_proj", "v_proj"), d, narrow, d, narrow), cfg.backbone)
+            self.qkv = Joined(self.q, self.kv)
+        self.o = layer(of(("o_proj",), wide, d, wide, d), cfg.backbone)
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal even without a mask."""
-        qkv = self.qkv.expand(z)
+        """The latent of q, k and v -> the input [B, T, H E] of the output projection; causal even without a mask."""
         if self.triton and covers(z, self.head_width):
-            return rotary_attention(qkv, cos, sin, mask, self.num_heads)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in qkv.unbind(0))
+            return rotary_attention(self.qkv.expand(z), cos, sin, mask, self.num_heads)
+        q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in self.qkv.outputs(z))
         y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return y.transpose(1, 2).flatten(2)
 
@@ -139,7 +143,7 @@ class MLP(nn.Module):
 
     def combine(self, z: Tensor) -> Tensor:
         """The latent of gate and up -> the input of the down projection."""
-        gate, up = self.gate_up.expand(z).unbind(0)
+        gate, up = self.gate_up.outputs(z)
         return (F.silu(gate) if self.silu else gate) * up
 
 
@@ -151,9 +155,9 @@ class Block(nn.Module):
 
     def __init__(self, cfg: Config, layer: type[Layer], block: int, alignment: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.scale.hidden_size)
+        self.input_layernorm = RMSNorm(cfg.scale.hidden_size, cfg.scale.norm_eps)
         self.self_attn = Attention(cfg, layer, block, alignment)
-        self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size)
+        self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size, cfg.scale.norm_eps)
         self.mlp = MLP(cfg, layer, block, alignment)
         self.checkpointing = cfg.train.activation_checkpointing
         self.policy = _keep_latents if self.checkpointing == "latent" else _keep_nothing
@@ -173,10 +177,10 @@ class Block(nn.Module):
         attention, mlp = self.self_attn, self.mlp
         z, qkv = attention.qkv.latent(self.input_layernorm(x), carried[0])
         z, o = attention.o.latent(attention.attend(z, cos, sin, mask), carried[1])
-        x = x + attention.o.expand(z).unbind(0)[0]
+        x = x + attention.o.outputs(z)[0]
         z, gate_up = mlp.gate_up.latent(self.post_attention_layernorm(x), carried[2])
         z, down = mlp.down.latent(mlp.combine(z), carried[3])
-        return x + mlp.down.expand(z).unbind(0)[0], (qkv, o, gate_up, down)
+        return x + mlp.down.outputs(z)[0], (qkv, o, gate_up, down)
 
 
 class Body(nn.Module):
@@ -184,16 +188,16 @@ class Body(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, alignment: int):
         super().__init__()
-        self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
+        self.head_width, self.rope_theta = cfg.scale.head_width, cfg.scale.rope_theta
         self.triton = cfg.attention_kernel == "triton"
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, cfg.backbone.layer, i, alignment) for i in range(cfg.scale.num_layers))
-        self.norm = RMSNorm(cfg.scale.hidden_size)
+        self.norm = RMSNorm(cfg.scale.hidden_size, cfg.scale.norm_eps)
 
     def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
         x = self.embed_tokens(ids)
-        cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
+        cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device, self.rope_theta)
         mask = documents
         if documents is not None and not (self.triton and covers(x, self.head_width)):
             mask = attention_bias(documents, x.dtype)
@@ -219,12 +223,15 @@ class Llama(nn.Module):
         super().__init__()
         self.factorized = cfg.backbone.factorized
         self.model = Body(cfg, vocab_size, alignment)
-        self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
+        if cfg.scale.tie_embeddings:
+            vars(self)["lm_head"] = self.model.embed_tokens  # past nn.Module: its weight has no second name
+        else:
+            self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         self.score = score
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        return self.lm_head(self.model(ids, documents))
+        return F.linear(self.model(ids, documents), self.lm_head.weight)
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The summed (not averaged) cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
@@ -248,7 +255,7 @@ class Llama(nn.Module):
         """Draw every initial value from (seed, exported name) in fp32, and round it to the model's dtype."""
         seeded = SeededInit(seed)
         adapter.zero_layers_(self)
-        for name in ("model.embed_tokens", "lm_head"):
+        for name in ("lm_head", "model.embed_tokens"):  # a tied head has the embedding's values
             weight = self.get_parameter(f"{name}.weight")
             weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))
         for module in self.modules():

@@ -11,9 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.config.shape import settings_of
 from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import read_json
 from dlr_pretrain.util.text import shortened
@@ -105,12 +106,9 @@ def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     settings = {k: v for k, v in read_json(path, {}).items() if v is not None}
     if (kind := settings.get("model_type", "llama")) not in ("llama", "lowrank_llama"):
         return [f"config.json: model_type is {kind}, whose settings are not read. Remove this file if the weights fit"]
-    rope = settings.get("rope_scaling", {}) | settings.get("rope_parameters", {})
-    settings |= {"rope_theta": rope.get("rope_theta", settings.get("rope_theta", ROPE_BASE))}
-    settings |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    heads, act = cfg.scale.num_heads, "silu" if cfg.backbone.swiglu_silu else "linear"
-    expected = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
-              "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default",
+    settings = {"rope_theta": 1e4} | settings.get("rope_scaling", {}) | settings.get("rope_parameters", {}) | settings
+    expected = settings_of(cfg.scale) | {"hidden_act": "silu" if cfg.backbone.swiglu_silu else "linear",
+              "rope_type": "default", "type": "default",
               "backbone": cfg.backbone.name, **to_dict(cfg)["backbone"], "tokenizer_sha256": tokenizer}  # fmt: skip
     return [
         f"config.json: {name} is {settings[name]}, here {value}"

@@ -82,7 +82,7 @@ class Meter:
         self.cfg, self.ranks = cfg, ranks
         self.peak: float | None = None  # tokens/s of all GPUs at their peak FLOP/s, if known
         if flops := peak_flops(ranks.device, cfg.precision.name):
-            per_token = flops_per_token(cfg, model.lm_head.out_features, micro_batch)
+            per_token = flops_per_token(cfg, len(model.lm_head.weight), micro_batch)
             self.peak = flops * ranks.world_size / per_token
         self.steps = 0
         self.times: deque[float] = deque(maxlen=SPEED_WINDOW)  # seconds of the last steps

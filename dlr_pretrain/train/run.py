@@ -15,7 +15,8 @@ from torch import Tensor
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.run_folder import read_record, require_run_folder
 from dlr_pretrain.data import TrainLoader
-from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
+from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export, origin
+from dlr_pretrain.deploy.hub import require_writable
 from dlr_pretrain.models.flops import flops_per_token, parameter_counts
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.optim.optimizer import Optimizer, checkpoint_bytes
@@ -56,6 +57,7 @@ def run(cfg: Config) -> bool:
         stop.raise_if_asked("before the first step")  # while torch was imported; later, the handler ends the process
         ranks.on_main(lambda: require_run_folder(run_dir, cfg.data.cache))
         ranks.on_main(lambda: require_durable(run_dir))
+        ranks.on_main(lambda: require_writable(cfg.run.push) if cfg.run.push else None)
         console = Console(cfg, enabled=ranks.is_main)
         corpus = open_corpus(cfg, run_dir, ranks, console.say)
         ranks.require_equal(corpus.fingerprints)
@@ -210,4 +212,4 @@ def finish(cfg: Config, run_dir: Path, tensors: dict[str, Tensor], corpus: Corpu
     ids = torch.from_numpy(corpus.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)
     record["unknown tokens of the text"] = f"{corpus.unknown:.2%}"
-    return export(run_dir / "folded", cfg, tensors, run_dir / "tokenizer", record, ids)
+    return export(run_dir / "folded", cfg, tensors, run_dir / "tokenizer", record | origin(run_dir), ids)

@@ -211,7 +211,7 @@ def test_the_diagram_is_what_its_script_draws(theme):
 NOT_HERE = (
     r"^(git|pip|hf|wandb|sbatch|srun|python3? -m (pytest|venv)) | -- |--local|--confirm|--nnodes"  # tests/slurm
     r"|scripts\.paper|hydra/"  # below, test_command_line.py
-    r"|benchmarks|evaluate\.py|sft"  # tests/bench, tests/deploy
+    r"|benchmarks|evaluate\.py|sft|push"  # tests/bench, tests/deploy, tests/unit/deploy
 )
 SMALL = {
     **{"scale.hidden_size": 128, "scale.intermediate_size": 172, "scale.num_heads": 2, "scale.num_layers": 2},

@@ -21,12 +21,13 @@ KINDS = {  # a backbone, with the options that differ from its defaults
     "lax": ("gate=tensor",),
     "lax-dense": ("gate=dense",),
     "cola_lax": (),
+    "cola_lax-grouped": ("scale.num_heads=4", "scale.num_kv_heads=2", "scale.head_dim=6", "scale.rope_theta=500"),
 }
 
 
 def of_kind(kind: str) -> Config:
     """A configuration of three blocks. No export may name the folder of its text."""
-    own = (f"backbone.{knob}" for knob in KINDS[kind])
+    own = (knob if "." in knob.split("=")[0] else f"backbone.{knob}" for knob in KINDS[kind])
     return small(kind.split("-")[0], *own, "precision=fp32", "device=cpu", "data.root=/private/texts", layers=3)
 
 

@@ -18,6 +18,7 @@ from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked
 from tests.golden.regenerate import CHOICES
+from tests.parity.reference import TODAYS
 from tests.resume.test_resume import assert_same, final
 
 METHODS = CHOICES | {
@@ -36,6 +37,11 @@ METHODS = CHOICES | {
     "lora": ("backbone=lora",),
     "relora": ("backbone=relora", "backbone.merge_every=6", "backbone.restart_warmup=2"),
 }
+METHODS |= {
+    f"{method}+todays": (*METHODS[method], *TODAYS)
+    for method in ("full+galore", "full+muon", "lowrank+loro", "cola+dlr+adamw_8bit", "cola+dlr+bf16_sr", "lost+dlr",
+                   "cola_lax+dlr", "sltrain", "lora", "relora")
+}  # fmt: skip
 INDUCTOR = ("cola+dlr", "lax")
 
 

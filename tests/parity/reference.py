@@ -16,12 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.tree import Scale
 from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.util.tensors import ALPHA
 
 VOCAB = 50
 CPU = torch.device("cpu")
+TODAYS = ("scale.num_heads=4", "scale.num_kv_heads=2", "scale.head_dim=6", "scale.rope_theta=500",
+          "scale.norm_eps=1e-3", "scale.tie_embeddings=true")  # fmt: skip
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as alphas are numbered
 
 State = dict[str, Tensor]
@@ -50,37 +53,39 @@ def r_transposed(d_out: int, rank: int, grouping: str = "contiguous", name: str 
 
 
 def reference_loss(
-    state: State, ids: Tensor, targets: Tensor, heads: int, layers: int, project: Project, swiglu_silu: bool = True
+    state: State, ids: Tensor, targets: Tensor, scale: Scale, project: Project, swiglu_silu: bool = True
 ) -> Tensor:
     """Summed next-token cross-entropy. ``project`` is the backbone, called in the order of a block's computation."""
 
     def norm(name, x):
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + scale.norm_eps) * state[f"{name}.weight"]
 
     x = state["model.embed_tokens.weight"][ids]
     B, T, D = x.shape
-    E = D // heads
+    heads, E = scale.num_heads, scale.head_dim or D // scale.num_heads
+    served_by = [head * (scale.num_kv_heads or heads) // heads for head in range(heads)]  # heads of k and v
     position = torch.arange(T, dtype=x.dtype)[:, None]
-    angle = position * 10000.0 ** (-torch.arange(0, E, 2, dtype=x.dtype) / E)
+    angle = position * scale.rope_theta ** (-torch.arange(0, E, 2, dtype=x.dtype) / E)
 
     def turn(t):  # rotates the pairs (j, j + E/2) by their angle
         l, r = t[..., : E // 2], t[..., E // 2 :]
         return torch.cat((l * angle.cos() - r * angle.sin(), r * angle.cos() + l * angle.sin()), -1)
 
-    for i in range(layers):
+    for i in range(scale.num_layers):
         at = f"model.layers.{i}"
         h = norm(f"{at}.input_layernorm", x)
         q, k, v = (
-            project(f"{at}.self_attn.{p}_proj", h).reshape(B, T, heads, E).permute(0, 2, 1, 3) for p in ("q", "k", "v")
+            project(f"{at}.self_attn.{p}_proj", h).reshape(B, T, -1, E).permute(0, 2, 1, 3) for p in ("q", "k", "v")
         )
+        k, v = k[:, served_by], v[:, served_by]
         scores = turn(q) @ turn(k).transpose(2, 3) / math.sqrt(E)
         future = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
         y = torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v
-        x = x + project(f"{at}.self_attn.o_proj", y.permute(0, 2, 1, 3).reshape(B, T, D))
+        x = x + project(f"{at}.self_attn.o_proj", y.permute(0, 2, 1, 3).reshape(B, T, heads * E))
         h = norm(f"{at}.post_attention_layernorm", x)
         gate, up = project(f"{at}.mlp.gate_proj", h), project(f"{at}.mlp.up_proj", h)
         x = x + project(f"{at}.mlp.down_proj", (silu(gate) if swiglu_silu else gate) * up)
-    logits = norm("model.norm", x) @ state["lm_head.weight"].T
+    logits = norm("model.norm", x) @ state.get("lm_head.weight", state["model.embed_tokens.weight"]).T
     log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
     scored = targets != -100
     return -(log_p[scored].gather(1, targets[scored][:, None])).sum()
@@ -185,10 +190,7 @@ def formula_loss(cfg: Config, state: State, rows: Iterable[tuple[Tensor, Tensor]
     """The summed loss of ``rows`` (ids, targets), each computed alone."""
     scale, silu_of_swiglu = cfg.scale, cfg.backbone.swiglu_silu
     project = FORMULAS[cfg.backbone.name]
-    return sum(
-        reference_loss(state, *row, scale.num_heads, scale.num_layers, project(cfg, state), silu_of_swiglu)
-        for row in rows
-    )
+    return sum(reference_loss(state, *row, scale, project(cfg, state), silu_of_swiglu) for row in rows)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def errors(heads: int, width: int, dtype: torch.dtype, masked: bool, device: tor
     qkv = torch.randn(3, ROWS, LENGTH, heads * width, generator=generator).to(dtype)
     dy = torch.randn(ROWS, LENGTH, heads * width, generator=generator).to(dtype)
     documents = numbers(ROWS, LENGTH).to(device) if masked else None
-    tables, qkv, dy, outcomes = rotary(LENGTH, width, dtype, device), qkv.to(device), dy.to(device), []
+    tables, qkv, dy, outcomes = rotary(LENGTH, width, dtype, device, 1e4), qkv.to(device), dy.to(device), []
     for act, wide in ((rotary_attention, dtype), (usual, torch.float64)):
         x = qkv.to(wide).requires_grad_()
         y = act(x, *(t.to(wide) for t in tables), documents, heads)
@@ -98,7 +98,7 @@ def checked_by_torch() -> str:
     """The result of torch's own tests of an operator: schema, autograd, shapes and strides, and tracing."""
     qkv = torch.randn(3, 1, 64, 64, requires_grad=True)
     operator = torch.ops.dlr_pretrain.rotary_attention.default
-    arguments = (qkv, *rotary(64, 32, torch.float32, CPU), numbers(1, 64), 2, [64, 4, 2])
+    arguments = (qkv, *rotary(64, 32, torch.float32, CPU, 1e4), numbers(1, 64), 2, [64, 4, 2])
     return " ".join(sorted(set(torch.library.opcheck(operator, arguments).values())))
 
 
@@ -201,7 +201,7 @@ def test_sdpa_is_the_default(attention):
 @pytest.mark.parametrize(("words", "said"), [
     ("train.seq_len=96", "attention=triton: needs a multiple of 64 up to 512 as train.seq_len, which is 96. Use"),
     ("train.seq_len=1024", "as train.seq_len, which is 1024"),
-    ("scale.num_heads=8", "needs heads of width 32, 64, 128; those of scale=tiny have 8. Use attention=sdpa, or"),
+    ("scale.num_heads=8", "needs heads of width 32, 64, 128, as many of k and v as of q; those of scale=tiny have 8 ("),
     ("precision=fp32", "attention=triton: multiplies in bf16, not in fp32. Use attention=sdpa"),
     ("device=cpu", "attention=triton: needs a GPU. Use attention=sdpa"),
 ])  # fmt: skip

@@ -15,7 +15,7 @@ MAY_IMPORT = {  # a room, and the rooms whose modules its modules may import
     "util": set(),
     "config": {"util"},
     "cli": {"config", "util"},
-    "__main__": {"cli", "config", "util", "analysis", "train"},
+    "__main__": {"cli", "config", "util", "analysis", "deploy", "train"},
     "models": {"config", "util"},
     "optim": {"config", "util"},
     "data": {"config", "util"},

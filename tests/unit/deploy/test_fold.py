@@ -44,7 +44,7 @@ def test_a_checkpoint_reports_its_own_evaluation_or_none(train, tmp_path, fold):
     run_dir = train(tmp_path / "run", "train.steps=8", "eval.every=4", "checkpoint.every=7")
     for step in (7, 8):
         assert fold(run_dir / "checkpoints" / f"step_{step:08d}", "--output", tmp_path / f"{step}")[0] == 0
-    assert facts(tmp_path / "7").keys() == {"step", "tokens", "real_tokens"}
+    assert facts(tmp_path / "7").keys() == {"step", "tokens", "real_tokens", "command", "commit of the code"}
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert facts(tmp_path / "8")["eval/perplexity"] == last["eval/perplexity"]
     checkpoint, precious = run_dir / "checkpoints" / "step_00000008", tmp_path / "thesis"

@@ -60,6 +60,15 @@ def test_flops_match_the_closed_form(backbone, words):
     assert flops_per_token(cfg, V, MICRO_BATCH) == pytest.approx(expected, rel=1e-12)
 
 
+def test_grouped_heads_count_with_their_own_widths():
+    words = "backbone=full scale.num_kv_heads=2 scale.head_dim=16 scale.tie_embeddings=true"  # 4 heads of q
+    D, F, L, _ = SHAPES["tiny"]
+    weights = 2 * D * 64 + 2 * D * 32 + 3 * D * F
+    expected = L * 6 * weights + 6 * V * D + 6 * 256 * 64 * L
+    cfg = load(["scale=tiny", *words.split(), "data=sample", "logger=jsonl"])
+    assert flops_per_token(cfg, V, MICRO_BATCH) == pytest.approx(expected, rel=1e-12)
+
+
 def test_flops_of_a_position_do_not_depend_on_loss_pieces(monkeypatch):
     cfg = load(["scale=tiny", "backbone=cola", "data=sample", "logger=jsonl"])
     alone = flops_per_token(cfg, V, MICRO_BATCH)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.deploy.export import write_weights
+from dlr_pretrain.deploy.export import model_config, write_weights
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.adapter import split
+from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.state import new_model, new_optimizer
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from tests.conftest import ROOT
-from tests.parity.reference import CPU, VOCAB, disturbed, small, weights
+from tests.parity.reference import CPU, TODAYS, VOCAB, disturbed, small, weights
 from tests.resume.test_resume import assert_same, final
 
 FILE = "model.safetensors"
@@ -62,6 +65,21 @@ def ids() -> torch.Tensor:
 def test_a_start_from_dense_weights_keeps_the_output(dense, folder, ids, backbone):
     found = started(small(backbone, "precision=fp32"), folder).logits(ids)
     torch.testing.assert_close(found, copy.deepcopy(dense).double().logits(ids), rtol=1e-12, atol=1e-12)
+
+
+def test_a_start_from_transformers_own_grouped_tied_model(tmp_path, ids):
+    cfg = small("lora", *TODAYS, "precision=fp32")
+    theirs = LlamaForCausalLM(LlamaConfig(**model_config(replace(cfg, backbone=DENSE), VOCAB, torch.float32)))
+    theirs.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / FILE)
+    found, wanted = started(cfg, tmp_path).logits(ids), theirs.double()(input_ids=ids).logits
+    assert (found - wanted).abs().max() < 1e-5 * wanted.std()
+    refused = {"scale.num_kv_heads=4": "k_proj.weight: has shape", "scale.rope_theta=1e4": "rope_theta is 500",
+               "scale.tie_embeddings=false": "lm_head.weight: missing", "scale.norm_eps=1e-6": "rms_norm_eps"}  # fmt: skip
+    for word, said in refused.items():
+        others = [other for other in TODAYS if other.partition("=")[0] != word.partition("=")[0]]
+        with pytest.raises(UserError, match=said):
+            dense_start(tmp_path, small("lora", *others, word))
 
 
 @pytest.mark.parametrize("words", [
@@ -112,7 +130,7 @@ LINEAR = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
     ("lora", FILE, {"lm_head.weight": torch.ones(60, 32)}, "lm_head.weight: has shape"),
     ("lora", FILE, None, "cannot be read: "),
     ("lora", "config.json", THETA, "rope_theta is 500000.0, here 10000.0"),
-    ("lora", "config.json", LINEAR, "rope_type is linear, here default"),
+    ("lora", "config.json", LINEAR, ": type is linear, here default"),
     ("lora", "config.json", {"backbone": "cola"}, "backbone is cola, here lora"),
     ("lora", "config.json", {"model_type": "cola"}, "model_type is cola, whose settings are not read"),
     ("lora", "config.json", {"hidden_act": "linear"}, "hidden_act is linear, here silu"),
