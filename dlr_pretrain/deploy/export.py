@@ -246,6 +246,9 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
     title += ", merged into dense weights" if name != cfg.backbone.name else ""
     root, hub = trained.data.root or "", "hf://datasets/"
     text = root.removeprefix(hub) if root.startswith(hub) else trained.data.source  # a local path may be private
+    if mixed := trained.data.sources:
+        whole = sum(one.weight for one in mixed.values())
+        text = ", ".join(f"{name} {one.weight / whole:.1%}" for name, one in mixed.items())
     facts = {
         "trained on": f"{text}, {trained.data.packing}",
         "evaluation text": trained.eval.packing,
@@ -253,7 +256,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     tree, trust = to_dict(trained), cfg.backbone.name != DENSE.name
-    tree["scale"].pop("source")  # may be a path
+    del tree["scale"]["source"], tree["eval"]["sets"]  # may be paths
     use = USE.format(loading(".", trust)) + PEFT * trust if loadable else NO_LAYER.format(cfg.backbone.name)
     template, citation = (Path(__file__).with_name(f"{part}.md").read_text("utf-8") for part in ("card", "citation"))
     return Template(template).substitute(

@@ -170,6 +170,8 @@ def test_a_run_on_a_mixture_resumes_bit_for_bit(run_mixed, capsys):
     with pytest.raises(Stopped):
         run_mixed("resumed", "train.stop_after=7")
     assert_same(final(whole), final(run_mixed("resumed")))
+    card = (whole / "folded" / "README.md").read_text()
+    assert "web 75.0%, code 25.0%, packed" in card and str(whole.parents[1]) not in card
     last = read_metrics(whole / "metrics.jsonl")[-1]
     assert last["data/web/share"] == 0.75 and last["data/code/epochs"] > 0
     with pytest.raises(UserError, match=r"data\.sources\.web\.weight: 3\.0 there, 2\.0 here"):
