@@ -40,20 +40,21 @@ methods() {
   done
 }
 
-scales() { # cola at three more sizes than that of methods; scale.name sets the sizes apart in a report
+scales() { # cola at three more sizes than that of methods
   local seed dlr
   for seed in $seeds; do
     for dlr in off on; do
       local same=(backbone=cola "dlr=$dlr" train.lr=0.003 "seed=$seed" checkpoint.keep_last=1)
-      run "scales/0.3m-$dlr-s$seed" "${same[@]}" scale.name=0.3m scale.hidden_size=32 scale.intermediate_size=86 scale.rank=8
-      run "scales/3.4m-$dlr-s$seed" "${same[@]}" scale.name=3.4m scale.hidden_size=256 scale.intermediate_size=688 \
+      run "scales/0.3m-$dlr-s$seed" "${same[@]}" scale.hidden_size=32 scale.intermediate_size=86 scale.rank=8
+      run "scales/3.4m-$dlr-s$seed" "${same[@]}" scale.hidden_size=256 scale.intermediate_size=688 \
         scale.rank=64
-      run "scales/8m-$dlr-s$seed" "${same[@]}" scale.name=8m scale.hidden_size=384 scale.intermediate_size=1032 \
+      run "scales/8m-$dlr-s$seed" "${same[@]}" scale.hidden_size=384 scale.intermediate_size=1032 \
         scale.rank=96 scale.num_heads=6 scale.num_layers=8
     done
   done
 }
 
+if [[ " ${pieces[*]} " = *" list "* ]]; then echo "tokens methods scales" && exit; fi
 for piece in "${pieces[@]}"; do
   case $piece in
   tokens) ROOT=$root bash benchmarks/evidence/train.sh tokens ;;
