@@ -66,6 +66,7 @@ class Listing:
 
 
 Part = Table | Picture | Section | Listing
+More = Callable[[Runs, Path], Sequence[Part]]  # from the runs, and the folder for figures
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> None:
@@ -87,15 +88,12 @@ def no_formula(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
-def write_reports(
-    places: Sequence[str | Path], output: Path, command: str, more: Callable[[Runs, Path], Sequence[Part]] = lambda *_: ()
-) -> list[str]:
+def write_reports(places: Sequence[str | Path], output: Path, command: str, more: More = lambda *_: ()) -> list[str]:
     """Write the report of the runs in ``places`` (see ``read_runs``) into ``output``; returns lines for a terminal.
 
     ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
     figure in the formats of ``figures.IMAGES``, ``numbers.csv`` the numbers of each run at full precision, and
-    ``choice.json`` what ``choice.comparisons`` returns. ``more`` gives the parts at the page's end, from the runs and the
-    folder for figures.
+    ``choice.json`` what ``choice.comparisons`` returns. ``more`` gives the page's last parts.
     """
     claim(output, "report.py")
     all_runs = read_runs(places)

@@ -14,16 +14,20 @@ from dlr_pretrain.util.errors import UserError, command, say
 from dlr_pretrain.util.files import claim
 
 PARTS = ("spectra", "landscape", "interpolation", "activations")
-EPILOG = """Spectra: singular values of weights and updates, and DLR's share. Landscape: loss along random and principal
-directions, and its curvature. Interpolation: loss between checkpoints, seeds and methods. Activations: linear CKA by block.
+EPILOG = """spectra        singular values of weights and updates, and the share of DLR's residual
+landscape      loss along random and principal directions, and its curvature
+interpolation  loss between checkpoints, seeds and methods
+activations    linear CKA by block, between two runs
 
-Results are kept below DIR: the same command continues, and adds new runs. docs/geometry.md describes all of it.
+Results are kept below DIR: the same command continues, or adds new runs. docs/geometry.md describes all of it.
 
 example: dlr-geometry runs --output geometry"""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser("dlr-geometry", None, "Spectra, loss landscapes, interpolation and activations of finished runs.", EPILOG)
+    made = Parser(
+        "dlr-geometry", None, "Spectra, loss landscapes, interpolation and activations of finished runs.", EPILOG
+    )
     add = made.add_argument
     add("places", nargs="+", metavar="place", help="a run directory, a folder of them, or a glob")
     add("--output", type=Path, required=True, metavar="DIR", help="for geometry.html, CSVs, tables and figures")
@@ -48,15 +52,15 @@ def run(given: argparse.Namespace) -> None:
         raise UserError(f"--parts {unknown[0]}: no such part. {fix}")
     if given.points < 3 or given.points % 2 == 0:
         raise UserError(f"--points {given.points}: must be odd and at least 3, so that a line has its centre")
-    from dlr_pretrain.analysis.runs import read_runs
-
-    all_runs = read_runs(given.places)
     claim(given.output, "dlr-geometry")
     import torch
+
+    from dlr_pretrain.analysis.runs import read_runs
 
     from . import page
     from .study import Settings, Study, finished, pairs
 
+    all_runs = read_runs(given.places)
     settings = Settings(given.sequences, given.directions, given.points, given.checkpoints, given.first)
     groups = finished(all_runs, given.checkpoints)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,7 +1,6 @@
 """The loss around a model in one dimension: along directions, its curvature, and between two models.
 
-A surface maps a point, the tensors of a model by name, to a loss, and multiplies its Hessian by a direction, which has some
-of these names.
+A point is the tensors of a model by name; a direction has some of these names. A surface maps a point to a loss.
 """
 
 from __future__ import annotations
@@ -77,8 +76,10 @@ def random_direction(point: Point, seed: int) -> Point:
 
 
 def principal_directions(points: Sequence[Point], most: int) -> list[tuple[Point, float]]:
-    """Up to ``most`` principal directions of a trajectory, each with the norm of the last point's matrices, and its share
-    of the variance: those of the differences from the last point (Li et al., 2018), from their Gram matrix."""
+    """Up to ``most`` principal directions of a trajectory, as long as the last point's matrices, and their variances.
+
+    They are those of the differences from the last point (Li et al., 2018), from the Gram matrix of these.
+    """
     end = {name: points[-1][name] for name in places(points[-1])}
     steps = [{name: point[name] - tensor for name, tensor in end.items()} for point in points[:-1]]
     values, vectors = np.linalg.eigh([[inner(a, b) for b in steps] for a in steps])
@@ -96,13 +97,14 @@ def along(surface: Surface, point: Point, direction: Point, distances: Sequence[
     return [surface(plus(point, t, direction)) for t in distances]
 
 
-def curvature(surface: Surface, point: Point, direction: Point) -> tuple[float, float]:
+def curvature(surface: Surface, point: Point, direction: Point, rise: float = RISE) -> tuple[float, float]:
     """The second derivative along ``direction``: of a polynomial of degree 4 through five losses, and by the Hessian.
 
-    The first takes from the second only how far apart the five points are.
+    The first takes from the second only how far apart the five points are: so far that the loss moves by about ``rise``.
+    A small one loses digits in fp32, a large one sees more than the curvature.
     """
     exact = inner(direction, surface.product(point, direction))
-    width = min(WIDEST, math.sqrt(2 * RISE / abs(exact))) if exact else WIDEST
+    width = min(WIDEST, math.sqrt(2 * rise / abs(exact))) if exact else WIDEST
     distances = np.linspace(-width, width, 5)
     fitted = np.polynomial.Polynomial.fit(distances, along(surface, point, direction, distances.tolist()), 4)
     return float(fitted.deriv(2)(0.0)), exact

@@ -28,31 +28,32 @@ class Quantity(NamedTuple):
     title: str
 
 
+MAIN = "matrix in ['W', 'B'] and of == "
+KINDS = ("seeds", "backbone", "reference")
 QUANTITIES = (
-    Quantity("spectra", "of == 'weights' and matrix in ['W', 'B']", "effective_rank", "step", "effective rank of W or B"),
-    Quantity("spectra", "of == 'weights' and matrix in ['W', 'B']", "stable_rank", "step", "stable rank of W or B"),
-    Quantity("spectra", "of == 'weights' and matrix in ['W', 'B']", "energy", "step", "energy in the first values"),
-    Quantity("spectra", "of == 'update' and matrix in ['W', 'B']", "effective_rank", "step", "effective rank, W_t - W_0"),
-    Quantity("spectra", "of == 'value' and matrix in ['W', 'B']", "value", "number", "singular values / the largest"),
-    Quantity("residuals", "step >= 0", "share", "step", "share of beta R^T"),
-    Quantity("residuals", "step >= 0", "angle", "step", "angle of B and R^T"),
-    Quantity("residuals", "step >= 0", "rho", "step", "rho"),
+    Quantity("spectra", f"{MAIN}'weights'", "effective_rank", "step", "effective rank of W or B"),
+    Quantity("spectra", f"{MAIN}'weights'", "stable_rank", "step", "stable rank of W or B"),
+    Quantity("spectra", f"{MAIN}'weights'", "energy", "step", "energy in the first values"),
+    Quantity("spectra", f"{MAIN}'update'", "effective_rank", "step", "effective rank of W_t - W_0"),
+    Quantity("spectra", f"{MAIN}'value' and value > 1e-5", "value", "number", "singular values / the largest"),
+    *(Quantity("residuals", "step >= 0", *one) for one in (
+        ("share", "step", "share of beta R^T"), ("angle", "step", "angle of B and R^T"), ("rho", "step", "rho"))),
     Quantity("landscape", "direction.str.startswith('random')", "rise", "t", "rise along random directions"),
     Quantity("landscape", "direction == 'principal 0'", "rise", "t", "rise along the first principal direction"),
     Quantity("landscape", "direction.str.startswith('random')", "hessian", "", "curvature, random"),
     Quantity("landscape", "direction == 'principal 0'", "hessian", "", "curvature, principal"),
     Quantity("landscape", "direction == 'sharpest'", "hessian", "", "sharpness"),
-    Quantity("interpolation", "kind == 'checkpoints'", "barrier", "", "barrier between the last checkpoints"),
-    *(Quantity("interpolation", f"kind == '{k}'", "loss", "t", f"loss, {k}") for k in ("seeds", "backbone", "reference")),
-    *(Quantity("interpolation", f"kind == '{k}'", "barrier", "", f"barrier, {k}") for k in ("seeds", "backbone", "reference")),
-    *(Quantity("activations", f"kind == '{k}'", "cka", "block", f"CKA, {k}") for k in ("seeds", "backbone", "reference")),
+    Quantity("interpolation", "kind == 'checkpoints'", "barrier", "", "barrier, last checkpoints"),
+    *(Quantity("interpolation", f"kind == '{kind}'", "loss", "t", f"loss on the line, {kind}") for kind in KINDS),
+    *(Quantity("interpolation", f"kind == '{kind}'", "barrier", "", f"barrier, {kind}") for kind in KINDS),
+    *(Quantity("activations", f"kind == '{kind}'", "cka", "block", f"CKA, {kind}") for kind in KINDS),
 )  # fmt: skip
 SECTIONS = {  # a note for each, and the frames it shows
-    "spectra": "Means over the matrices: W, or B where a projection is no single matrix. Share: |beta R^T|_F / |B + beta "
-    "R^T|_F. Angle: in degrees. rho: the gradient through the residual over that through B.",
-    "landscape": "Second derivatives of the mean loss, over the projections alone. Random: each row has the norm of the "
-    "row of weights; principal: the norm of all weights; sharpness: the Hessian's largest eigenvalue.",
-    "interpolation": "Loss on a line between two models; the barrier is its height above the line between their losses.",
+    "spectra": "Means over the matrices: W, or B where a projection is no single matrix. Share: |beta R^T|_F / |B + "
+    "beta R^T|_F. Angle: in degrees. rho: the gradient through the residual over that through B.",
+    "landscape": "Second derivatives of the mean loss, over the projections alone. Random: each row has the norm of "
+    "the row of weights; principal: the norm of all weights; sharpness: the Hessian's largest eigenvalue.",
+    "interpolation": "Loss on a line between two models; the barrier is its height above the line between its ends.",
     "activations": "Linear CKA, unbiased; in the table after the last block.",
 }
 PAIRED = "Seeds: of one method. Backbone: with DLR and without. Reference: full, or the first method without DLR."
@@ -69,9 +70,9 @@ def section_of(frame: str) -> str:
 
 def rows_of(frames: dict[str, pd.DataFrame], q: Quantity) -> pd.DataFrame:
     """The rows of a quantity, those of the last step alone unless it is drawn against steps."""
-    frame = frames.get(q.frame, pd.DataFrame(columns=[q.column]))
+    frame = frames.get(q.frame, pd.DataFrame())
     if q.column not in frame:
-        return frame[:0].assign(**{q.column: []})
+        return pd.DataFrame({"scale": []})
     rows = frame.query(q.rows).dropna(subset=[q.column])
     last = "step" in rows and q.x != "step" and len(rows)
     return rows[rows.step == rows.groupby(["run", "kind"]).step.transform("max")] if last else rows
@@ -98,7 +99,9 @@ def tables(every: pd.DataFrame, frames: dict[str, pd.DataFrame]) -> Iterator[Tab
         frame, notes = frames[section], [SECTIONS[section], "Mean ± standard deviation (runs, or pairs of runs)."]
         if "space" in frame:
             factors = ", ".join(frame.method[frame.space == "A, B"].unique())
-            notes += [f"Where A and B are moved instead of W, values compare only with their like: {factors}."] * bool(factors)
+            notes += [f"Where A and B are moved instead of W, values compare only with their like: {factors}."] * bool(
+                factors
+            )
         if "refused" in frame:
             pairs = frame.dropna(subset=["refused"]).drop_duplicates(["method", "against"])
             notes += [PAIRED, *(f"{r.method} with {r.against} is refused: {r.refused}." for r in pairs.itertuples())]
@@ -124,7 +127,9 @@ def differences(every: pd.DataFrame) -> Iterator[Table]:
         yield table("with_dlr", "With and without DLR", rows, [MANY])
 
 
-def curves(rows: pd.DataFrame, x: str, y: str, folder: Path, name: str, title: str, log: bool = False) -> Iterator[Picture]:
+def curves(
+    rows: pd.DataFrame, x: str, y: str, folder: Path, name: str, title: str, log: bool = False
+) -> Iterator[Picture]:
     """For each scale a line for each method: the mean over its runs of each run's mean of ``y`` at ``x``."""
     for scale, here in rows.groupby("scale", sort=False):
         ax, palette, colours = axes(), cycle(COLOURS), dict[str, tuple]()
@@ -134,12 +139,15 @@ def curves(rows: pd.DataFrame, x: str, y: str, folder: Path, name: str, title: s
             base = method.replace("+dlr", "", 1)
             colour = colours[base] = colours.get(base) or next(palette)
             line, mark = "--" if group.dlr.all() else "-", "o" if len(mean) < 9 else ""
-            ax.plot(mean.index, mean, f"{mark}{line}", color=colour, label=f"{method} ({group.run.nunique()})", markersize=3)
+            ax.plot(
+                mean.index, mean, f"{mark}{line}", color=colour, label=f"{method} ({group.run.nunique()})", markersize=3
+            )
             ax.fill_between(mean.index, mean - deviation, mean + deviation, color=to_rgba(colour, 0.15))
         ax.set(xlabel=UNITS.get(x, x), ylabel=UNITS.get(y, title), xscale="log" if log else "linear")
         ax.set_title(f"{scale}: {title}", fontsize=10, loc="left")
-        note = "Lines are means over runs (in brackets: how many), bands standard deviations; dashed lines have DLR."
-        yield save(ax, folder, f"{name}_{scale}", f"{scale}: {title}. {note}")
+        note = "Means over runs (in brackets: how many), with standard deviations; dashed lines have DLR."
+        file = re.sub(r"[^\w.+-]", "_", f"{name}_{scale}")
+        yield save(ax, folder, file, f"{scale}: {title}. {note}")
 
 
 def write(frames: dict[str, pd.DataFrame], remarks: Sequence[str], command: str, output: Path) -> None:

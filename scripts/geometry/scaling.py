@@ -23,17 +23,17 @@ LEAST = 3  # sizes
 EXPONENTS = np.linspace(-3, 3, 601)
 RESAMPLES = 2000
 NOTE = (
-    "Differences are with DLR minus without, in nats/token, between runs of one seed: mean ± standard deviation (seeds). A "
-    "power law c (N / N0)^k is fitted to the means, with k from -3 to 3. Brackets: 95 % percentile bootstrap over seeds, which "
-    "is too narrow for fewer than about ten. Beyond one step, from the last size but one to the last, nothing is predicted."
+    "Loss with DLR minus loss without, in nats/token, between runs of one seed: mean ± deviation (seeds). The law "
+    "is c (N / N0)^k, fitted to the means, with k from -3 to 3. Brackets: 95 % percentile bootstrap over seeds, too narrow "
+    "for fewer than about ten. Further than one step beyond the last size, as long as the last, nothing is predicted."
 )
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """c (N / N0)^k, fitted by least squares to the means of ``differences`` (of seeds, by ascending size), and its bootstrap.
+    """c (N / N0)^k, fitted by least squares to the means of ``differences`` (of seeds, by ascending size).
 
-    ``fits`` [resamples, 2] are c and k, of the data itself first. N0 is the geometric mean of the sizes.
+    ``fits`` [1 + resamples, 2] are c and k, of the data first, then of the bootstrap. N0 is the sizes' geometric mean.
     """
 
     differences: dict[float, list[float]]
@@ -54,7 +54,8 @@ class PowerLaw:
     def __call__(self, size: float) -> tuple[float, float, float]:
         """The difference at ``size`` and its interval. Raises ValueError further than one step beyond the sizes."""
         if not self.sizes[0] <= size <= self.reach * (1 + 1e-9):
-            raise ValueError(f"{size:g}: the data reach from {self.sizes[0]:g} to {self.sizes[-1]:g}, one step to {self.reach:g}")
+            about = f"the data end at {self.sizes[-1]:g}, and one step beyond at {self.reach:g}"
+            raise ValueError(f"{size:g}: {about}")
         return interval(self.fits[:, 0] * (size / centre(self.sizes)) ** self.fits[:, 1])
 
 
@@ -91,7 +92,7 @@ def power_law(differences: dict[float, list[float]]) -> PowerLaw:
 
 
 def parts(all_runs: Runs, folder: Path) -> list[Part]:
-    """The section of a report; empty unless a method has at least LEAST sizes, or else token counts, on the same text."""
+    """The section of a report; empty unless a method has LEAST sizes, or else token counts, scored on the same text."""
     runs = all_runs.runs[all_runs.runs.state == "finished"]
     counts = runs.groupby("method")[["parameters", "planned_tokens"]].nunique().max()
     if runs.empty or counts.max() < LEAST or differing_text(runs):
@@ -118,12 +119,12 @@ def parts(all_runs: Runs, folder: Path) -> list[Part]:
     shown += [table("scale", f"DLR's difference by {unit}", rows, notes)] if rows else []
     for x, what in {by: unit, "flops": "FLOPs", "hours": "hours of training"}.items():
         means = runs.assign(**{x: runs.groupby(["method", "size"])[x].transform("mean")}).dropna(subset=[x])
-        shown += curves(means, x, "loss", folder, f"scale_{x}", f"loss at the end by {what}", (what, "nats/token"), log=True)
+        shown += curves(means, x, "loss", folder, f"scale_{x}", f"loss against {what}", log=True)
     return [*shown, *draw(laws, unit, folder)]
 
 
 def draw(laws: dict[str, PowerLaw], unit: str, folder: Path) -> Iterator[Picture]:
-    """The differences of each method with the law through them, which is dotted beyond the data; nothing without a law."""
+    """The differences of each method and the law through them, dotted beyond the data; nothing without a law."""
     ax = axes()
     for (method, law), colour in zip(laws.items(), cycle(COLOURS)):
         places = np.geomspace(law.sizes[0], law.reach, 60)
@@ -137,5 +138,5 @@ def draw(laws: dict[str, PowerLaw], unit: str, folder: Path) -> Iterator[Picture
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set(xscale="log", xlabel=unit, ylabel="loss with DLR minus loss without, nats/token")
     if laws:
-        about = "Points are seeds; a band holds 95 % of the power laws of the bootstrap; dotted: one step beyond the data."
+        about = "Points are seeds, bands hold 95 % of the bootstrap's laws, and dotted is one step beyond the data."
         yield save(ax, folder, "scale_difference", f"DLR's difference by {unit}. {about}")

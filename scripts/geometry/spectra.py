@@ -18,8 +18,8 @@ from .weights import Inputs, Point, Trained, places
 def measures(values: Tensor, first: int) -> dict[str, float]:
     """The measures of a matrix with singular ``values`` [n], in any order; NaN for a zero matrix.
 
-    ``stable_rank`` is |W|_F^2 / |W|_2^2 (Rudelson and Vershynin, 2007). ``effective_rank`` is exp(H(p)) with p_i = s_i /
-    sum(s) and the entropy H in nats (Roy and Vetterli, 2007). ``energy`` is the share of |W|_F^2 in the ``first`` values.
+    ``stable_rank`` is |W|_F^2 / |W|_2^2 (Rudelson and Vershynin, 2007). ``effective_rank`` is exp(H(p)), where p_i is
+    s_i / sum(s), and H the entropy in nats (Roy and Vetterli, 2007). ``energy`` is |W|_F^2's share in ``first``.
     """
     values = values.double().sort(descending=True).values
     squares, p = values.square(), values / values.sum()

@@ -45,7 +45,7 @@ def kept(path: Path, made_from: dict, compute: Callable[[], Iterable[dict]]) -> 
     if not path.exists() or not path.read_text(encoding="utf-8").startswith(head):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, head + pd.DataFrame(compute()).to_csv(index=False))
-    return pd.read_csv(io.StringIO(path.read_text(encoding="utf-8")), skiprows=1, float_precision="round_trip")
+    return pd.read_csv(io.StringIO(path.read_text(encoding="utf-8")), skiprows=1)
 
 
 def finished(all_runs: Runs, checkpoints: int) -> list[list[Trained]]:
@@ -123,7 +123,7 @@ class Study:
         return frames
 
     def landscape(self, run: Trained, _: Trained) -> Iterator[dict]:
-        """The losses along each direction, whose two curvatures stand in each of its rows; of the sharpest no losses."""
+        """The losses along each direction, with its two curvatures in each row; of the sharpest only the centre."""
         surface, point = self.surface(run), self.point(run, run.steps[-1])
         directions: dict[str, tuple[Point, float | None]] = {
             f"random {i}": (landscape.random_direction(point, i), None) for i in range(self.settings.directions)

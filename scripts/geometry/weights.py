@@ -50,8 +50,8 @@ def places(point: Point) -> dict[str, Place]:
 class Trained:
     """A finished run, from its row in ``analysis.runs``, with at most ``most`` checkpoints, evenly spread.
 
-    ``steps`` ascend. Step 0 are the initial weights, computed again from the configuration; a run that started from other
-    weights (run.start_from) has none. Raises UserError if a checkpoint is missing or damaged.
+    ``steps`` ascend. Step 0 are the initial weights, drawn again from the configuration; a run that started from other
+    weights (run.start_from) has none. Raises UserError if checkpoints are missing or damaged.
     """
 
     def __init__(self, row: pd.Series, most: int):
