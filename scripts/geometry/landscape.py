@@ -100,8 +100,8 @@ def along(surface: Surface, point: Point, direction: Point, distances: Sequence[
 def curvature(surface: Surface, point: Point, direction: Point, rise: float = RISE) -> tuple[float, float]:
     """The second derivative along ``direction``: of a polynomial of degree 4 through five losses, and by the Hessian.
 
-    The first takes from the second only how far apart the five points are: so far that the loss moves by about ``rise``.
-    A small one loses digits in fp32, a large one sees more than the curvature.
+    The first takes from the second only the distance of the points, at which the loss moves by about ``rise``. A small
+    one loses digits in fp32, a large one sees more than the curvature.
     """
     exact = inner(direction, surface.product(point, direction))
     width = min(WIDEST, math.sqrt(2 * rise / abs(exact))) if exact else WIDEST
