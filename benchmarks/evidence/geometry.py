@@ -3,8 +3,8 @@
     python -m benchmarks.evidence.geometry runs/study runs/scale     # packs a study and a report of scales, first
     python -m benchmarks.evidence.geometry                           # the tables again
 
-The text between ``<!-- spectra -->`` and ``<!-- end -->`` is replaced by the table of that section; ``with_dlr`` are the
-differences, and ``scale`` the table of the report.
+The text between ``<!-- spectra -->`` and ``<!-- end -->`` is replaced by the table of that section; ``with_dlr`` has
+the differences that are shown, and ``scale`` is the table of the report.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ LEAST = 3  # sizes
 EXPONENTS = np.linspace(-3, 3, 601)
 RESAMPLES = 2000
 NOTE = (
-    "With DLR minus without, in nats/token, between runs of one seed: mean ± standard deviation (seeds). The law is "
-    "c (N / N0)^k, fitted to the means, with k from -3 to 3. Brackets: 95 % percentile bootstrap over seeds, too narrow "
-    "for fewer than about ten. Further than one step beyond the last size, as long as the last, nothing is predicted."
+    "With DLR minus without, in nats/token, between runs of one seed: mean ± standard deviation (seeds). The law "
+    "is c (N / N0)^k, fitted to the means, with k from -3 to 3. Brackets: 95 % percentile bootstrap over seeds, too "
+    "narrow for fewer than about ten. Nothing is predicted further than one step, as long as the last, beyond the sizes."
 )
 
 
