@@ -33,7 +33,7 @@ def pack(study: Path, scale: Path) -> None:
     shutil.copy(scale / "tables" / "scale.csv", PACKED / "scale.csv")
     for name in FIGURES:
         shutil.copy(study / "figures" / f"{name}_tiny.png", PACKED / f"{name}.png")
-    shutil.copy(scale / "figures" / "scale_difference.png", PACKED / "scale_difference.png")
+    shutil.copy(scale / "figures" / "scale_parameters_all_scales.png", PACKED / "scale_parameters.png")
 
 
 def section(every: pd.DataFrame, name: str) -> str:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
+from matplotlib.ticker import NullFormatter
 
 from dlr_pretrain.analysis.choice import LEVEL, estimate
 from dlr_pretrain.analysis.figures import COLOURS, Picture, axes, save
 from dlr_pretrain.analysis.report import Part, Section, write_csv, write_page, write_tables
 from dlr_pretrain.analysis.runs import spread
 from dlr_pretrain.analysis.tables import Table, table
+from dlr_pretrain.util.text import amount
 
 
 class Quantity(NamedTuple):
@@ -143,11 +146,20 @@ def curves(
                 mean.index, mean, f"{mark}{line}", color=colour, label=f"{method} ({group.run.nunique()})", markersize=3
             )
             ax.fill_between(mean.index, mean - deviation, mean + deviation, color=to_rgba(colour, 0.15))
-        ax.set(xlabel=UNITS.get(x, x), ylabel=UNITS.get(y, title), xscale="log" if log else "linear")
+        ax.set(xlabel=UNITS.get(x, x), ylabel=UNITS.get(y, title))
+        if log:
+            logarithmic(ax)
         ax.set_title(f"{scale}: {title}", fontsize=10, loc="left")
         note = "Means over runs (in brackets: how many), with standard deviations; dashed lines have DLR."
         file = re.sub(r"[^\w.+-]", "_", f"{name}_{scale}")
         yield save(ax, folder, file, f"{scale}: {title}. {note}")
+
+
+def logarithmic(ax: Axes) -> None:
+    """Make the x axis logarithmic, with plain labels: a figure's texts are not read as formulas."""
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(lambda value, _: amount(value) if value >= 1000 else f"{value:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def write(frames: dict[str, pd.DataFrame], remarks: Sequence[str], command: str, output: Path) -> None:

@@ -17,7 +17,7 @@ from dlr_pretrain.analysis.runs import Runs, differing_text, spread
 from dlr_pretrain.analysis.tables import table
 from dlr_pretrain.util.text import amount
 
-from .page import curves
+from .page import curves, logarithmic
 
 LEAST = 3  # sizes
 EXPONENTS = np.linspace(-3, 3, 601)
@@ -25,7 +25,7 @@ RESAMPLES = 2000
 NOTE = (
     "With DLR minus without, in nats/token, between runs of one seed: mean ± standard deviation (seeds). The law "
     "is c (N / N0)^k, fitted to the means, with k from -3 to 3. Brackets: 95 % percentile bootstrap over seeds, too "
-    "narrow for fewer than about ten. Nothing is predicted further than one step, as long as the last, beyond the sizes."
+    "narrow for fewer than ten or so. Nothing is predicted further than one step, as long as the last, beyond them."
 )
 
 
@@ -136,7 +136,8 @@ def draw(laws: dict[str, PowerLaw], unit: str, folder: Path) -> Iterator[Picture
         for size, seeds in law.differences.items():
             ax.plot([size] * len(seeds), seeds, "o", color=colour, markersize=4)
     ax.axhline(0, color="black", linewidth=0.8)
-    ax.set(xscale="log", xlabel=unit, ylabel="loss with DLR minus loss without, nats/token")
+    logarithmic(ax)
+    ax.set(xlabel=unit, ylabel="loss with DLR minus loss without, nats/token")
     if laws:
         about = "Points are seeds, bands hold 95 % of the bootstrap's laws, and dotted is one step beyond the data."
         yield save(ax, folder, "scale_difference", f"DLR's difference by {unit}. {about}")
