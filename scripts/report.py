@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from dlr_pretrain.config.arguments import Parser
@@ -31,7 +32,10 @@ def main() -> int:
 def report(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.report import write_reports
 
-    for line in write_reports(given.places, given.output, shlex.join(["python", *sys.argv]), given.of_set):
+    # As a file, this program is in no package, and its folder is on the path.
+    scaling = import_module(f"{__package__}.geometry.scaling" if __package__ else "geometry.scaling")
+    made_by = shlex.join(["python", *sys.argv])
+    for line in write_reports(given.places, given.output, made_by, given.of_set, scaling.parts):
         say(line, sys.stdout)
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -17,7 +17,7 @@ import pandas as pd
 
 from dlr_pretrain.analysis.choice import comparisons, difference_table, verdicts
 from dlr_pretrain.analysis.figures import Picture, draw, draw_rates, draw_run
-from dlr_pretrain.analysis.runs import read_runs
+from dlr_pretrain.analysis.runs import Runs, read_runs
 from dlr_pretrain.analysis.tables import Table, headline, run_tables, table
 from dlr_pretrain.util.files import claim, read_json, write_durably
 from dlr_pretrain.util.secrets import redact
@@ -66,6 +66,7 @@ class Listing:
 
 
 Part = Table | Picture | Section | Listing
+More = Callable[[Runs, Path], Sequence[Part]]  # from the runs, and the folder for figures
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> None:
@@ -87,21 +88,23 @@ def no_formula(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
-def write_reports(places: Sequence[str | Path], output: Path, command: str, of_set: str = "") -> list[str]:
+def write_reports(
+    places: Sequence[str | Path], output: Path, command: str, of_set: str = "", more: More = lambda *_: ()
+) -> list[str]:
     """Write the report of the runs in ``places`` into ``output``; returns lines for a terminal. See ``read_runs``.
 
     ``report.html`` and ``report.md`` have everything. ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
     figure in the formats of ``figures.IMAGES``, ``numbers.csv`` the numbers of each run at full precision, and
-    ``choice.json`` what ``choice.comparisons`` returns.
+    ``choice.json`` what ``choice.comparisons`` returns. ``more`` gives the page's last parts.
     """
     claim(output, "report.py")
     all_runs = read_runs(places, of_set)
     compared = list(comparisons(all_runs))
     chosen = [difference_table(compared)] if compared else []
-    tables = [*chosen, *run_tables(all_runs)]
-    write_tables(tables, output / "tables")
+    tables, added = [*chosen, *run_tables(all_runs)], more(all_runs, output / "figures")
+    write_tables([*tables, *(part for part in added if isinstance(part, Table))], output / "tables")
     rates = [picture for one in compared for picture in draw_rates(one, output / "figures")]
-    parts: list[Part] = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures")]
+    parts: list[Part] = [*chosen, *rates, *tables[len(chosen) :], *draw(all_runs, output / "figures"), *added]
     title = f"Pre-training runs, evaluated on {of_set}" if of_set else "Pre-training runs"
     write_page(title, [*verdicts(compared), *all_runs.remarks], parts, command, output)
     write_csv(all_runs.runs[NUMBERS], output / "numbers.csv")

@@ -225,6 +225,7 @@ WRONG = {  # a word of each command that it refuses, and what it says instead
     "scripts/report.py": ("nowhere --ouput x --output x", "Did you mean --output x?"),
     "scripts/sft.py": ("nowhere --seeds 41,x", "invalid integers value: '41,x'"),
     "slurm/submit.py": ("--scale tiny seed=1", "Did you mean scale=tiny?"),
+    "-m scripts.geometry": ("nowhere --output x --parts spectre", "Did you mean spectra?"),
     "-m scripts.paper": ("tabel1", "Did you mean table1?"),
 }
 
@@ -233,7 +234,7 @@ WRONG = {  # a word of each command that it refuses, and what it says instead
 def test_help_is_one_screen_and_a_wrong_word_waits_for_no_torch(program, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch takes seconds to import')")
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").glob("[!_]*.py")}
-    assert files | {"train.py", "slurm/submit.py", "-m scripts.paper"} == WRONG.keys()
+    assert files | {"train.py", "slurm/submit.py", "-m scripts.geometry", "-m scripts.paper"} == WRONG.keys()
     python = [sys.executable, *program.split()]
     own = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "COLUMNS": "80"}
     words, said = WRONG[program]

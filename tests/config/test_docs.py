@@ -210,7 +210,7 @@ def test_the_diagram_is_what_its_script_draws(theme):
 # Commands that another test executes, or that need a GPU, SLURM, a network or a program of others.
 NOT_HERE = (
     r"^(git|pip|hf|wandb|sbatch|srun|python3? -m (pytest|venv)) | -- |--local|--confirm|--nnodes"  # tests/slurm
-    r"|scripts\.paper|hydra/"  # below, test_command_line.py
+    r"|scripts\.(paper|geometry)|hydra/"  # below, test_command_line.py, tests/unit/scripts
     r"|benchmarks|evaluate\.py|sft|push"  # tests/bench, tests/deploy, tests/unit/deploy
 )
 SMALL = {

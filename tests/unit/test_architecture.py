@@ -55,6 +55,14 @@ def test_the_paper_reads_runs_as_a_users_script_does():
     assert rooms == {"analysis", "config", "launch", "models", "util"}
 
 
+def test_the_study_of_geometry_does_not_touch_training():
+    """It reads checkpoints, whose format stands in ``train``, and nothing else there."""
+    files = [*(ROOT / "scripts" / "geometry").glob("*.py")]
+    assert set().union(*map(imported_rooms, files)) == {"analysis", "config", "deploy", "models", "train", "util"}
+    lines = [line for path in files for line in path.read_text().splitlines() if "dlr_pretrain.train" in line]
+    assert lines == ["from dlr_pretrain.train.checkpoint import directories, fault, load, step_of"]
+
+
 def test_no_two_files_import_each_other():
     """Also not by way of others. Imports inside functions do not count, nor do those for types alone."""
     files = {
@@ -74,7 +82,8 @@ def test_a_wheel_has_every_package_and_its_commands_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     named, folders = set(project["tool"]["setuptools"]["packages"]), project["tool"]["setuptools"]["package-dir"]
     rooms = {f"dlr_pretrain.{p.parent.name}" for p in PACKAGE.glob("*/*.py")}
-    assert named == {"dlr_pretrain", "dlr_pretrain.scripts.paper", *rooms, *folders}
+    applications = {f"dlr_pretrain.scripts.{p.parent.name}" for p in (ROOT / "scripts").glob("*/__init__.py")}
+    assert named == {"dlr_pretrain", *applications, *rooms, *folders}
     for command in project["project"]["scripts"].values():
         module, function = command.split(":")
         package, _, name = module.rpartition(".")

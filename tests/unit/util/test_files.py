@@ -72,6 +72,7 @@ def test_results_go_into_a_new_folder_or_their_own(tmp_path):
 
 COMMANDS = {  # that take an --output
     "report": ("runs", "--output", "{}"),
+    "geometry.__main__": ("runs", "--output", "{}"),
     "paper.__main__": ("fold", "--render", "--output", "{}"),
     "sft": ("folded", "--data", "rows.json", "--seeds", "1", "--output", "{}/.."),
     "prepare_data": ("data=local", "data.root=text", "tokenizer.path=spiece.model", "--output", "{}"),
