@@ -9,9 +9,9 @@ the differences that are shown, and ``scale`` is the table of the report.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -56,13 +56,16 @@ def by_method(numbers: pd.DataFrame) -> Table:
     return table("numbers", "Numbers", [*rows.values()])
 
 
-def main(given: list[str]) -> None:
-    if given:
-        pack(*map(Path, given))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="folder", help="of a study, and of a report of scales")
+    given = parser.parse_args()
+    if given.folders:
+        pack(*given.folders)
     every, text = pd.read_csv(PACKED / "numbers.csv"), PAGE.read_text()
     pattern = r"(<!-- (spectra|landscape|interpolation|activations|with_dlr|scale) -->\n).*?(<!-- end -->)"
     PAGE.write_text(re.sub(pattern, lambda m: f"{m[1]}\n{section(every, m[2])}\n\n{m[3]}", text, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

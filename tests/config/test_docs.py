@@ -268,9 +268,11 @@ def test_commands_and_snippets_run(tmp_path, corpus):
     for module in ("train.run", "analysis.report", "deploy.modeling_lowrank_llama"):
         importlib.import_module(f"dlr_pretrain.{module}")  # once, instead of in every fork
     (tmp_path / "data/c4").mkdir(parents=True)
-    for name in ("data/c4/en", "my_text"):
+    (tmp_path / "texts").mkdir()
+    for name in ("data/c4/en", "my_text", "texts/web", "texts/code", "texts/wiki"):
         (tmp_path / name).symlink_to(corpus)
-    shutil.copy(corpus / "spiece.model", tmp_path / "data")
+    for folder in (tmp_path, tmp_path / "data"):
+        shutil.copy(corpus / "spiece.model", folder)
     (tmp_path / "my.runs").write_text("backbone=cola dlr=on\n")
     learned = ByteLevelBPETokenizer()
     with gzip.open(corpus / "c4-train.00000-of-00002.json.gz", "rt") as file:
