@@ -32,7 +32,8 @@ def main() -> int:
 def report(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.report import write_reports
 
-    # As a file, this program is in no package, and its folder is on the path.
+    if not __package__:  # this program runs as a file
+        sys.path.insert(0, str(Path(__file__).parent))
     scaling = import_module(f"{__package__}.geometry.scaling" if __package__ else "geometry.scaling")
     made_by = shlex.join(["python", *sys.argv])
     for line in write_reports(given.places, given.output, made_by, given.of_set, scaling.parts):
