@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--report", type=Path, metavar="DIR", help="write the report of the table's runs, as report.py does")
     confirm = "then train fresh seeds (such as 44,45,46) at each method's chosen rate, and report these"
     add("--confirm", type=integers, metavar="SEEDS", help=f"with --report: {confirm}")
+    about = "with --report: the validation set that decides, one of eval.sets or a source of a mixture"
+    add("--set", dest="of_set", default="", metavar="NAME", help=about)
     cut = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse_intermixed_args(argv[:cut])
     given.for_sbatch = argv[cut + 1 :]
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--local has no use for options of sbatch")
     if given.confirm and not given.report:
         parser.error("--confirm needs --report, which chooses the rates")
+    if given.of_set and not given.report:
+        parser.error("--set is for --report")
     if given.config_dir:
         given.what.append(f"--config-dir={given.config_dir}")
     return command(lambda: act(given, shlex.join(["python", "slurm/submit.py", *argv])))
@@ -66,23 +70,25 @@ def act(given: argparse.Namespace, words: str) -> int:
         raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
     start(runs, given)
     if given.report and not given.status:
-        lines = report(runs, given.report, words)
+        lines = report(runs, given, words)
         if fresh := confirming(runs, given) if given.confirm else []:
             start(fresh, given)
             runs += fresh
-            lines = report(runs, given.report, words)
+            lines = report(runs, given, words)
         for line in lines:
             say(line, sys.stdout)
     trained = runs if given.local and not given.status else []
     return EXIT_FAILED if any(status_of(run, {}).state not in ("complete", "diverged") for run in trained) else 0
 
 
-def report(runs: Sequence[PlannedRun], folder: Path, words: str) -> list[str]:
+def report(runs: Sequence[PlannedRun], given: argparse.Namespace, words: str) -> list[str]:
     """Write the report of the runs that have begun; returns lines for a terminal."""
     from dlr_pretrain.analysis.report import write_reports  # torch, after the table is checked
 
     begun = [run.dir for run in runs if (run.dir / "metrics.jsonl").exists()]
-    return write_reports(begun, folder, words) if begun else ["no run has begun: repeat the command for the report"]
+    if not begun:
+        return ["no run has begun: repeat the command for the report"]
+    return write_reports(begun, given.report, words, given.of_set)
 
 
 def confirming(runs: Sequence[PlannedRun], given: argparse.Namespace) -> list[PlannedRun]:

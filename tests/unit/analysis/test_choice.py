@@ -199,6 +199,12 @@ def test_confirmed_seeds_are_trained_at_the_chosen_rates(given, trained, compare
     assert main(given(*table, "--confirm", "41")) == EXIT_FAILED and "not in seed=" in capsys.readouterr().err
 
 
+def test_a_set_that_no_run_has_cannot_decide(given, trained, capsys):
+    table = (*PAIR, "train.lr=0.003,0.01", "seed=41", "--local")
+    assert main(given(*table, "--set", "wiki")) == EXIT_FAILED
+    assert len(trained) == 4 and "has no validation set wiki" in capsys.readouterr().err
+
+
 def test_a_queued_table_is_confirmed_when_its_runs_have_ended(given, scheduler, trained, compared):
     table, asked, queue = ("train.lr=0.003,0.01", *PAIR, "seed=41"), scheduler / "asked", scheduler / "queue"
     command = [*given(*table, "--confirm", "5", "--limit", "2"), "--", "--gpus-per-node=2"]
