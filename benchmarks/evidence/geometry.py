@@ -62,9 +62,14 @@ def main() -> None:
     given = parser.parse_args()
     if given.folders:
         pack(*given.folders)
-    every, text = pd.read_csv(PACKED / "numbers.csv"), PAGE.read_text()
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+def filled(text: str) -> str:
+    """The page's ``text`` with the tables of the packed numbers."""
+    every = pd.read_csv(PACKED / "numbers.csv")
     pattern = r"(<!-- (spectra|landscape|interpolation|activations|with_dlr|scale) -->\n).*?(<!-- end -->)"
-    PAGE.write_text(re.sub(pattern, lambda m: f"{m[1]}\n{section(every, m[2])}\n\n{m[3]}", text, flags=re.DOTALL))
+    return re.sub(pattern, lambda m: f"{m[1]}\n{section(every, m[2])}\n\n{m[3]}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from scipy.stats import t
 
-from benchmarks.evidence import report
+from benchmarks.evidence import geometry, report
 from dlr_pretrain.cli import load
 from dlr_pretrain.launch.runs import load_runs, read_table
 from tests.conftest import ROOT
@@ -18,9 +18,15 @@ def test_the_page_and_its_files_show_the_tables_of_runs():
     text, folder = report.PAGE.read_text(), report.PAGE.parent / "evidence"
     assert report.insert(text, report.HERE) == text
     linked = {folder / piece / f"{name}.{kind}" for piece, name, kind in report.linked_files(text)}
-    assert linked == set(folder.glob("*/*"))
+    assert linked == set(folder.glob("*/*")) - set(geometry.PACKED.glob("*"))
     for path in linked:
         assert path.suffix == ".png" or report.made(path.parent.name, path.stem, report.HERE).csv() == path.read_text()
+
+
+def test_the_page_of_geometry_shows_its_numbers():
+    text = geometry.PAGE.read_text()
+    assert geometry.filled(text) == text
+    assert all(f"evidence/geometry/{path.name}" in text for path in geometry.PACKED.glob("*.png"))
 
 
 def test_the_intervals_of_a_table_hold_together():
