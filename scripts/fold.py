@@ -35,22 +35,24 @@ def fold(given: argparse.Namespace) -> None:
         folder = next((f for f in (checkpoint / "checkpoints", checkpoint) if f.is_dir()), checkpoint.parent)
         there = ", ".join(sorted(path.name for path in folder.glob("step_*"))) or "none"
         raise UserError(f"{checkpoint}: not a checkpoint. Name one such as {folder}/step_00001000 (there: {there})")
-    if given.public and not given.push:
+    if given.public and given.push is None:
         raise UserError("--public: needs --push")
     if given.tokens is not None and given.tokens < 0:
         raise UserError(f"--tokens={given.tokens}: must be at least 0")
     forms = ["dense" if given.dense else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
-    if given.push:
+    if given.push is not None:
         from dlr_pretrain.deploy.hub import push, require_writable
 
         require_writable(given.push)
-    pushes_again = bool(given.push) and folds(output) == int(checkpoint.name.removeprefix("step_"))
+    # Only the default name says which run, and in which form.
+    may_exist = given.push is not None and given.output is None
+    pushes_again = may_exist and folds(output) == int(checkpoint.name.removeprefix("step_"))
     if output.exists() and not pushes_again:
         raise UserError(f"{output} exists already. Move it away, or name another folder with --output")
     if not pushes_again:
         print("\n".join([*write(given, checkpoint, run, output), f"{'written':<29} {output}"]))
-    if given.push:
+    if given.push is not None:
         print(f"{'pushed':<29} {push(output, run / 'report.html', given.push, given.public)}")
 
 

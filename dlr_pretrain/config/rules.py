@@ -86,7 +86,9 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
-    if s.head_width % 2 or (s.head_dim is None and s.hidden_size % s.num_heads):
+    if s.head_dim is not None and s.head_dim % 2:
+        yield Problem("scale.head_dim", s.head_dim, "must be even, because rotary embeddings turn pairs of values")
+    if s.head_dim is None and s.hidden_size % (2 * s.num_heads):
         rule = f"must divide scale.hidden_size={s.hidden_size} into heads of even width"
         yield Problem("scale.num_heads", s.num_heads, rule, "Or set an even scale.head_dim")
     if s.num_heads % s.kv_heads:

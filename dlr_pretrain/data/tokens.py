@@ -324,7 +324,7 @@ def read_manifest(root: Path) -> dict:
                 return manifest
             rule = f"damaged ({wrong})"
     except FileNotFoundError:
-        raise UserError(f"data.root={root}: has no {MANIFEST}, so it is not a folder of tokens. {PREPARE}") from None
+        raise UserError(f"{root}: has no {MANIFEST}, so it is not a folder of tokens. {PREPARE}") from None
     except OSError as error:
         raise file_error(error) from error
     except ValueError as error:

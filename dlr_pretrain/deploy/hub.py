@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from dlr_pretrain.util.errors import UserError, first_line
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
 
 def require_writable(repo: str) -> None:
-    """Raise UserError unless the hub knows this machine's token, and lets it write."""
+    """Raise UserError unless ``repo`` is a name, and the hub knows this machine's token and lets it write."""
+    if not REPOSITORY.fullmatch(repo):
+        raise UserError(f"push to {repo!r}", "must be owner/name, a repository on the hub")
     try:
         token, rule = HfApi().whoami()["auth"]["accessToken"], "the token of this machine may only read"
         if token["role"] not in ("read", "fineGrained") or "repo.write" in str(token):

@@ -129,7 +129,7 @@ def test_a_resume_does_not_read_the_file_again(words, tmp_path):
 
 @pytest.mark.parametrize(("words", "rule"), [
     ("scale.num_kv_heads=3", r"scale\.num_kv_heads=3: must divide scale\.num_heads=4"),
-    ("scale.head_dim=5", r"scale\.num_heads=4: .* heads of even width\. Or set an even scale\.head_dim"),
+    ("scale.head_dim=5", r"scale\.head_dim=5: must be even"),
     ("scale.num_heads=5", r"scale\.num_heads=5: .* heads of even width\. Or set an even scale\.head_dim"),
     ("scale.num_kv_heads=1 scale.rank=48", r"backbone\.rank=48: must lie between 1 and the narrowest .* 32"),
     ("scale.num_kv_heads=2 attention=triton precision=bf16", r"those of scale=tiny have 32 \(4 of q, 2 of k\)"),
