@@ -25,7 +25,7 @@ from dlr_pretrain.util.text import one_line, plural
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # papers name these methods by their optimizer
 METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "perf/tokens_per_second", "perf/mfu",
            "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
-# The keys that decide which text is evaluated, and how much of a document a position sees.
+# Labels show the name of what a hash stands for.
 NAME_OF = {"data.shards": "data.root", "tokenizer.pieces": "tokenizer.path", "run.start_from.weights": "run.start_from"}
 SEEDS = ("seed", "data.seed")
 EVALUATED = "eval.text."  # of an identity: the text of a named validation set
@@ -229,10 +229,9 @@ def _in_groups(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     ``shared`` is the identity without the seeds, and ``label`` the group's name. ``key`` is equal within a group,
     ``pair`` in groups that differ only in DLR, and ``family`` (a name) in groups that differ only in the learning rate.
     """
-    same = [
-        {key: value for key, value in one.items() if not (key in SEEDS or facts(key).origin or EVALUATED in key)}
-        for one in runs.identity
-    ]
+    recorded = _keys(runs.identity)
+    apart = {key for key in recorded if not (key in SEEDS or facts(key).origin or key.startswith(EVALUATED))}
+    same = [{key: value for key, value in one.items() if key in apart} for one in runs.identity]
     without = [{key: value for key, value in shared.items() if not key.startswith("dlr.")} for shared in same]
     runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[*map(_text, without)])
     runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
@@ -269,17 +268,22 @@ def _labels(runs: pd.DataFrame, short: bool, without: str = "") -> pd.Series:
 def differing(identities: Iterable[dict]) -> list[str]:
     """The keys whose values are not the same in all ``identities``."""
     identities = list(identities)
-    keys = dict.fromkeys(key for identity in identities for key in identity)
-    return [key for key in keys if len({_text(identity.get(key)) for identity in identities}) > 1]
+    return [key for key in _keys(identities) if len({_text(identity.get(key)) for identity in identities}) > 1]
 
 
 def differing_text(runs: pd.DataFrame, of_set: str = "") -> list[str]:
     """The keys by which runs are evaluated on different text. If there are any, losses cannot be compared."""
-    weights = [key for one in runs.identity for key in one if key.endswith(".weight")]  # of a mixture's sources
-    keys = [*TEXT[1:], f"{EVALUATED}{of_set}"] if of_set else [*TEXT, *weights]  # a set has a text of its own
+    keys = [*TEXT, *(key for key in _keys(runs.identity) if key not in TEXT and facts(key).evaluates)]
+    if of_set:  # it has a text of its own
+        keys = [f"{EVALUATED}{of_set}", *(key for key in TEXT if key != "data.shards")]
     scored = [{key: identity.get(key) for key in keys} for identity in runs.identity]
     padded = {"data.mask_documents": False}  # a row holds one document, so masking changes nothing
     return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
+
+
+def _keys(identities: Iterable[dict]) -> list[str]:
+    """The keys of all ``identities``, each once."""
+    return [*dict.fromkeys(key for identity in identities for key in identity)]
 
 
 def _remarks_on(runs: pd.DataFrame, of_set: str) -> Iterator[str]:

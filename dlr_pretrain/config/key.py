@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 MANDATORY = "???"  # OmegaConf's mark for a value that an option or the user must set
 NULL_SPELLINGS = ("none", "null", "~", "")  # users type these for null; all but a bare null arrive as text
+ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # the name of a repository there
 TYPE_NAMES: dict[object, str] = {
     int: "a whole number",
     float: "a number",
@@ -68,7 +70,7 @@ class Key:
     changes: bool = False  # may change on resume, because it does not affect the mathematics of a run
     origin: bool = False  # may change on resume if text and tokenizer stay the same, which their fingerprints ensure
     binds: str | None = None  # what of a checkpoint fits only this value: its weights, moments or position in the data
-    evaluates: bool = False  # losses of runs with different values are not comparable
+    evaluates: bool = False  # losses on the validation text of runs with different values are not comparable
     read_if: Mapping[str, tuple] = field(default_factory=dict)  # other keys, each with the values for which it is read
     bounds: Mapping[str, float] = field(default_factory=dict)
 

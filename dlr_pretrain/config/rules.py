@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from dlr_pretrain.config.key import Key
+from dlr_pretrain.config.key import ON_THE_HUB, Key
 from dlr_pretrain.config.problems import MISSING, Problem, as_typed
 from dlr_pretrain.config.tree import (
     DEFAULT_STREAMS,
@@ -40,7 +40,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     Without ``machine``, rules about this machine's files and packages are not checked.
     """
     problems = [*_model(cfg), *_attention(cfg), *_dlr(cfg), *_schedule(cfg), *_texts(cfg), *_secrets(cfg)]
-    if cfg.run.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.run.push):
+    if cfg.run.push is not None and not ON_THE_HUB.fullmatch(cfg.run.push):
         problems.append(Problem("run.push", cfg.run.push, "must be owner/name, a repository on the hub"))
     if cfg.run.start_optimizer and cfg.run.start_from is None:
         problems.append(Problem("run.start_optimizer", True, "needs a run to start from", "Set run.start_from"))

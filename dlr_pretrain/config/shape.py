@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dlr_pretrain.config.key import ON_THE_HUB
 from dlr_pretrain.config.problems import ConfigError, Problem, as_typed
 from dlr_pretrain.config.tree import KEYS, Scale
 from dlr_pretrain.util.errors import first_line
@@ -39,7 +40,7 @@ def read_shape(source: str, given: set[str]) -> dict[str, Any]:
     """
     path = Path(source)
     try:
-        if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        if not path.exists() and ON_THE_HUB.fullmatch(source):
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(source, "config.json"))

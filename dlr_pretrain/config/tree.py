@@ -26,6 +26,7 @@ GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "paralle
 FILES = {"data.source": "local"}  # of keys that are read if the text is in files
 ANY_FILES = {"data.source": ("local", "mix")}  # the same, also if a mixture reads files
 of_files, of_any_files = partial(key, origin=True, read_if=FILES), partial(key, origin=True, read_if=ANY_FILES)
+TOKENISED = {"data.source": ("local", "sample", "mix")}  # of keys that are read unless the text is tokens already
 COSINE = {"optimizer.schedule": "cosine"}  # of keys that are read unless the optimizer has its own schedule
 
 
@@ -170,7 +171,7 @@ class MixedText(ValidationText):
     """A source of a mixture: ``data.sources.<name>``."""
 
     shared: ClassVar[Key] = section(binds="position", read_if={"data.source": "mix"})
-    weight: float = key("share of the sequences, relative to the weights of the other sources", gt=0, le=1e6)
+    weight: float = key("share of the sequences, relative to the other sources' weights", evaluates=True, gt=0, le=1e6)
     train_files: str | None = key("as data.train_files", None, origin=True)
 
 
@@ -189,7 +190,7 @@ class Data:
         None,
         path=True,
         changes=True,
-        read_if={"data.source": ("local", "sample", "mix")},
+        read_if=TOKENISED,
     )
     root: str | None = key(
         "folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://",
@@ -203,7 +204,7 @@ class Data:
         "share of documents held out, by a hash, if there are no validation files",
         0.01,
         origin=True,
-        read_if={"data.source": ("local", "sample", "mix"), "data.validation_files": None},
+        read_if=TOKENISED | {"data.validation_files": None},
         gt=0,
         lt=1,
     )
@@ -242,7 +243,7 @@ class Tokenizer:
         "the token that ends a document; null: the tokenizer's own",
         None,
         changes=True,
-        read_if={"data.source": ("local", "sample", "mix")},
+        read_if=TOKENISED,
     )
 
 

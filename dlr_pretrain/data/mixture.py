@@ -1,4 +1,4 @@
-"""A mixture of texts: each stream draws its sequences from several sources, in the proportion of their weights.
+"""A mixture of texts: each stream draws its sequences from several sources, in proportion to their weights.
 
 Which source a sequence comes from is a function of ``data.seed``, its stream and its number in the stream. Of the first
 n sequences of a stream, about w n come from a source of weight w. The streams round this number at different times, so
@@ -94,7 +94,7 @@ class Mixture:
         for (name, source), count in zip(self.sources.items(), counts.tolist(), strict=True):
             record[f"data/{name}/share"] = count / max(1, counts.sum().item())
             if isinstance(source, TokenSource):
-                record[f"data/{name}/epochs"] = count * (cfg.train.seq_len if packed else 1) / sum(source.sizes(packed))
+                record[f"data/{name}/epochs"] = count * (cfg.train.seq_len if packed else 1) / source.size(packed)
         return record
 
     def forecast(self, cfg: Config) -> str:

@@ -124,12 +124,12 @@ def choose(data: Data) -> Choice:
 
 def choose_validation(data: Data) -> Choice:
     """The files of a validation set alone: those that ``data.validation_files`` names, or else all below the root."""
-    left_out = dict[str, str]()
+    root, left_out = data.root or "", dict[str, str]()
     if data.validation_files is None:
-        files, others = _chosen_by_name(data.root or "", data, [], left_out)
+        files, others = _chosen_by_name(root, data, [], left_out)
         files = others or files
     else:
-        files = _unique(data.root or "", _matched(data.root or "", data, "validation", left_out), left_out)
+        files = _unique(root, _matched(root, data, "validation", left_out), left_out)
     files = _without_empty(with_versions(files), data, left_out)
     if not files:
         raise UserError(f"{data.root}: all files of the validation set are empty. Give a file with text")

@@ -156,7 +156,11 @@ class TokenSource:
                 verify_checksums(path)
 
     def sizes(self, packed: bool) -> list[int]:
+        """The tokens of each file if ``packed``, else its documents."""
         return np.diff(self._begin if packed else self._first).tolist()
+
+    def size(self, packed: bool) -> int:
+        return int((self._begin if packed else self._first)[-1])
 
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, DocumentBlock]]:
         """Yields the blocks of a share in a seeded order, from the block at ``start`` on, each with its place.
@@ -273,7 +277,7 @@ class TokenSource:
             )
 
     def describe(self) -> str:
-        tokens, documents = (sum(self.sizes(packed)) for packed in (True, False))
+        tokens, documents = (self.size(packed) for packed in (True, False))
         return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
 
 

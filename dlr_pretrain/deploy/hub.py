@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
+from dlr_pretrain.config.key import ON_THE_HUB
 from dlr_pretrain.util.errors import UserError, first_line
-
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def require_writable(repo: str) -> None:
     """Raise UserError unless ``repo`` is a name, and the hub knows this machine's token and lets it write."""
-    if not REPOSITORY.fullmatch(repo):
+    from huggingface_hub import HfApi
+
+    if not ON_THE_HUB.fullmatch(repo):
         raise UserError(f"push to {repo!r}", "must be owner/name, a repository on the hub")
     try:
         token, rule = HfApi().whoami()["auth"]["accessToken"], "the token of this machine may only read"
@@ -30,6 +28,8 @@ def push(folder: Path, report: Path, repo: str, public: bool = False) -> str:
 
     Other weights there are deleted. Returns the commit's address, or raises UserError; the same call then goes on.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
     files = {path.name: path for path in sorted((report, *folder.iterdir())) if path.is_file()}
     try:
         api = HfApi()
