@@ -17,7 +17,7 @@ OURS = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size"
 OURS |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
          "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embeddings"}  # fmt: skip
 ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0}
-PLAIN = {"rope_type": "default", "type": "default"}  # rotary embeddings
+PLAIN = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}  # rotary embeddings
 
 
 def settings_of(scale: Scale) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def settings_of(scale: Scale) -> dict[str, Any]:
 def name_of(source: str) -> str:
     """The name of a scale that is read from ``source``: of the repository, or of the folder with the file."""
     path = Path(source).resolve()
-    return re.sub(r"[^\w.-]", "_", path.parent.name if path.name == "config.json" else path.name)
+    return re.sub(r"[^\w.-]", "_", path.parent.name if path.name == "config.json" else path.name.removesuffix(".json"))
 
 
 def read_shape(source: str, given: set[str]) -> dict[str, Any]:
@@ -45,9 +45,12 @@ def read_shape(source: str, given: set[str]) -> dict[str, Any]:
 
             path = Path(hf_hub_download(source, "config.json"))
         text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-        there = {name: value for name, value in json.loads(text).items() if value is not None}
-        there = there.get("rope_scaling", {}) | there.get("rope_parameters", {}) | there  # of transformers 4, and of 5
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        there = json.loads(text)
+        if not isinstance(there, dict):
+            raise ValueError("it holds no settings by name")
+        there = (there.get("rope_scaling") or {}) | (there.get("rope_parameters") or {}) | there  # transformers 4, and 5
+        there = {name: value for name, value in there.items() if value is not None}
+    except (OSError, ValueError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {first_line(error)}"
         raise ConfigError([Problem(FROM, source, rule, "Name a file, its folder, or owner/name on the hub")]) from error
     only = ONLY if "scale.rope_theta" in given else ONLY | PLAIN

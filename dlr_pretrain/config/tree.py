@@ -98,8 +98,8 @@ class Scale:
     num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", PAPER_VOCAB_SIZE, ge=4, le=10_000_000)
-    rope_theta: float = key("base of the rotary embeddings", 10_000.0, gt=0)
-    norm_eps: float = key("epsilon of the RMSNorms", 1e-6, gt=0)
+    rope_theta: float = key("base of the rotary embeddings", 10_000.0, gt=1)
+    norm_eps: float = key("epsilon of the RMSNorms", 1e-6, gt=0, lt=1)
     tie_embeddings: bool = key("the head multiplies by the embedding, and has no weight of its own", False)
     micro_batch: int = key(
         "the paper's sequences per GPU, used by train.micro_batch=null, and by auto without a GPU",
@@ -132,6 +132,10 @@ class Dlr:
     )
     train_b: bool = key("false: B is frozen at zero, and only the residual remains", True)
     mode: Literal["residual", "offset"] = key("a residual beside B, or only an initial offset of B", "residual")
+
+    @property
+    def has_residual(self) -> bool:
+        return self.enabled and self.mode == "residual"
 
 
 @dataclass

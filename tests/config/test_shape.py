@@ -61,7 +61,7 @@ def test_published_models_have_their_parameters_to_the_unit(tmp_path, name):
 
 
 def test_the_users_values_win_and_the_option_gives_the_recipe(tmp_path):
-    file = written(tmp_path / "small", SMALL) / "config.json"
+    file = written(tmp_path / "small", SMALL | {"rope_scaling": None}) / "config.json"
     cfg = of("scale=130m", f"scale.from={file}", "scale.num_layers=3", "scale.rank=8")
     s = cfg.scale
     assert (s.name, s.source, s.num_layers, s.rank, s.micro_batch, s.vocab_size) == ("small", str(file), 3, 8, 32, 64)
@@ -82,7 +82,8 @@ def test_the_users_values_win_and_the_option_gives_the_recipe(tmp_path):
     ({"model_type": "qwen2"}, "model_type is qwen2, here llama"),
     ({"hidden_size": None}, r"scale\.hidden_size: needs a value"),
     ({"hidden_size": "wide"}, r"scale\.hidden_size=wide: must be a whole number"),
-    ([1], "cannot be read: AttributeError"),
+    ([1], "cannot be read: ValueError: it holds no settings by name"),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, here 1"),
 ])  # fmt: skip
 def test_what_models_here_are_not_is_refused_by_name(tmp_path, change, rule):
     folder = written(tmp_path / "other", SMALL | change if isinstance(change, dict) else change)
@@ -130,6 +131,8 @@ def test_a_resume_does_not_read_the_file_again(words, tmp_path):
 @pytest.mark.parametrize(("words", "rule"), [
     ("scale.num_kv_heads=3", r"scale\.num_kv_heads=3: must divide scale\.num_heads=4"),
     ("scale.head_dim=5", r"scale\.head_dim=5: must be even"),
+    ("scale.rope_theta=0.5", r"scale\.rope_theta=0\.5: must be a number above 1"),
+    ("scale.norm_eps=1e30", r"scale\.norm_eps=1e\+30: must be .* below 1"),
     ("scale.num_heads=5", r"scale\.num_heads=5: .* heads of even width\. Or set an even scale\.head_dim"),
     ("scale.num_kv_heads=1 scale.rank=48", r"backbone\.rank=48: must lie between 1 and the narrowest .* 32"),
     ("scale.num_kv_heads=2 attention=triton precision=bf16", r"those of scale=tiny have 32 \(4 of q, 2 of k\)"),
