@@ -103,7 +103,7 @@ def compose(overrides: list[str]) -> tuple[Config, bool]:
 
 
 def can_branch(cfg: Config) -> bool:
-    return cfg.dlr.enabled and cfg.dlr.mode == "residual" and not cfg.dlr.learn_alpha
+    return cfg.dlr.has_residual and not cfg.dlr.learn_alpha
 
 
 def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:

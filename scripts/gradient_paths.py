@@ -8,6 +8,7 @@ gradient paths.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ def main() -> int:
 
 def run(folder: Path, checkpoints: str, sequences: int) -> None:
     cfg = parse(read_config(folder))
-    if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or not cfg.dlr.train_b:
+    if not (cfg.dlr.has_residual and cfg.dlr.train_b):
         raise UserError(f"{folder}: dlr={cfg.dlr.name} lacks B or the residual as a path. Name a run with dlr=on")
     import pandas as pd
     import torch
@@ -55,7 +56,6 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
     text = replace(text, tokens=text.tokens[:sequences], lengths=text.lengths[:sequences])
     last, rows = cfg.scale.num_layers - 1, []
     names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]  # the paper's
-    names = list(dict.fromkeys(names))  # in a model of one or two blocks some are the same
     for checkpoint in saved:
         if damage := fault(checkpoint):
             raise UserError(f"{checkpoint}: {damage}. Move it away")
@@ -63,7 +63,7 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
         learned = state.pop(ALPHA, None)
         model = build_model(cfg, len(state["model.embed_tokens.weight"]), device, initialize=False)
         model.load_state_dict(state)
-        measured = measure(model, cfg.dlr, learned, names, list(batches(text, device)))
+        measured = measure(model, cfg.dlr, learned, list(batches(text, device)), names)
         rows += [{"projection": n, "step": step_of(checkpoint), **numbers} for n, numbers in measured.items()]
     frame = pd.DataFrame(rows).sort_values("projection", kind="stable")
     frame.to_csv(folder / "gradient_paths.csv", index=False)
@@ -71,14 +71,16 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
 
 
 def measure(
-    model: Llama, dlr: Dlr, learned: Tensor | None, names: list[str], inputs: list[tuple[Tensor, ...]]
+    model: Llama, dlr: Dlr, learned: Tensor | None, inputs: list[tuple[Tensor, ...]], names: Iterable[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """The numbers of each projection, over the scored positions of ``inputs``.
+    """The numbers of the projections ``names``, or of all, over the scored positions of ``inputs``.
 
     ``through_b`` and ``through_residual`` are the means of |u| and |v|. ``rho`` is the second divided by the first,
     ``rho_mean`` the mean of the ratios, and ``cosine`` the mean of cos(u, v).
     ``isotropic`` is |beta R^T|_F / |B|_F: the ratio of root mean squares for a gradient without a preferred
-    direction. ``model`` holds B, and computes with branches afterwards. ``learned`` holds the learned strengths.
+    direction. ``share`` is |beta R^T|_F / |B + beta R^T|_F, and ``angle`` the one between B and R^T as vectors of their
+    entries, in degrees. ``model`` holds B, and computes with branches afterwards. ``learned`` holds the learned
+    strengths.
     """
     import torch
 
@@ -91,7 +93,9 @@ def measure(
     residuals = {name: torch.zeros_like(b) for name, b in bs.items()}
     add_(residuals if learned is None else residuals | {ALPHA: learned}, model, dlr)
     both = [split(model, tensors) for tensors in (bs, residuals)]
-    matrices = {name: [side[f"model.layers.{name}.b.weight"] for side in both] for name in names}
+    suffix = ".b.weight"
+    names = dict.fromkeys(names or (name[len("model.layers.") : -len(suffix)] for name in both[0]))  # each once
+    matrices = {name: [side[f"model.layers.{name}{suffix}"] for side in both] for name in names}
     branch_(model, dlr, learned)
     outputs: dict[str, Tensor] = {}
     for path, layer in named_layers(model):
@@ -118,6 +122,8 @@ def measure(
             "rho_mean": (through_residual / through_b).mean().item(),
             "cosine": torch.cosine_similarity(u, v, eps=0).mean().item(),
             "isotropic": (residual.norm() / b.norm()).item(),
+            "share": (residual.norm() / (b + residual).norm()).item(),
+            "angle": torch.rad2deg(torch.acos(torch.cosine_similarity(b.flatten(), residual.flatten(), 0))).item(),
         }
     return results
 

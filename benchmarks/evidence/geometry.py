@@ -23,7 +23,7 @@ from scripts.geometry.page import differences
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence-geometry.md"
 PACKED = PAGE.parent / "evidence" / "geometry"
-FIGURES = ("effective_rank_of_W_t_W_0", "rise_along_random_directions", "loss_on_the_line_seeds", "CKA_reference")
+FIGURES = ("effective_rank_of_W_t_-_W_0", "rise_along_random_directions", "loss_on_the_line__seeds", "CKA__reference")
 
 
 def pack(study: Path, scale: Path) -> None:
@@ -33,7 +33,7 @@ def pack(study: Path, scale: Path) -> None:
     shutil.copy(scale / "tables" / "scale.csv", PACKED / "scale.csv")
     for name in FIGURES:
         shutil.copy(study / "figures" / f"{name}_tiny.png", PACKED / f"{name}.png")
-    shutil.copy(scale / "figures" / "scale_parameters_all_scales.png", PACKED / "scale_parameters.png")
+    shutil.copy(scale / "figures" / "scale_parameters.png", PACKED / "scale_parameters.png")
 
 
 def section(every: pd.DataFrame, name: str) -> str:
@@ -68,7 +68,7 @@ def main() -> None:
 def filled(text: str) -> str:
     """The page's ``text`` with the tables of the packed numbers."""
     every = pd.read_csv(PACKED / "numbers.csv")
-    pattern = r"(<!-- (spectra|landscape|interpolation|activations|with_dlr|scale) -->\n).*?(<!-- end -->)"
+    pattern = r"(<!-- (spectra|residuals|landscape|interpolation|activations|with_dlr|scale) -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda m: f"{m[1]}\n{section(every, m[2])}\n\n{m[3]}", text, flags=re.DOTALL)
 
 

@@ -102,14 +102,34 @@ def draw(all_runs: Runs, folder: Path) -> Iterator[Picture]:
     """Write to ``folder`` the figures for which the runs have numbers."""
     for scale, runs in all_runs.runs[all_runs.runs.step > 0].groupby("scale", sort=False):
         of_scale = Runs(runs, all_runs.metrics[all_runs.metrics.run.isin(runs.run)], [], all_runs.of_set)
-        file = _as_file(scale)
+        file = as_file(scale)
         for name, column, x, what in FIGURES:
             if of_scale.metrics[[column, x]].notna().all(axis=1).any():
                 yield curves(of_scale, folder, f"{name}_{file}", column, x, f"{scale}, {what}")
 
 
-def _as_file(scale: str) -> str:
+def as_file(scale: str) -> str:
     return re.sub(r"[^\w.+-]", "_", scale)[:60]
+
+
+def axes_of_methods(rows: pd.DataFrame, x: str, y: str) -> Axes:
+    """New axes with a line for each ``method``: the mean over its runs of each ``run``'s mean of ``y`` at ``x``."""
+    ax, palette, colours = axes(), cycle(COLOURS), dict[str, tuple]()
+    for method, group in rows.groupby("method", sort=False):
+        runs = group.pivot_table(index=x, columns="run", values=y)
+        mean, std = runs.mean(axis=1), runs.std(axis=1).fillna(0)
+        base = method.replace("+dlr", "", 1)
+        colour = colours[base] = colours.get(base) or next(palette)
+        line = ("o" if len(mean) < 9 else "") + ("--" if group.dlr.all() else "-")
+        ax.plot(mean.index, mean, line, color=colour, label=f"{method} ({group.run.nunique()})", markersize=3)
+        ax.fill_between(mean.index, mean - std, mean + std, color=to_rgba(colour, 0.15))
+    return ax
+
+
+def save_methods(ax: Axes, folder: Path, name: str, title: str) -> Picture:
+    ax.set_title(title, fontsize=10, loc="left")
+    note = "Means over runs (in brackets: how many), with standard deviations; dashed lines have DLR."
+    return save(ax, folder, name, f"{title}. {note}")
 
 
 def draw_run(all_runs: Runs, folder: Path) -> Iterator[Picture]:
@@ -212,4 +232,4 @@ def draw_rates(compared: dict, folder: Path) -> Iterator[Picture]:
         "Perplexity on held-out text against the learning rate. Faint points are seeds, and lines join means. A ring "
         "marks the rate that the other half chose, a cross a diverged run."
     )
-    yield save(ax, folder, f"rates_{_as_file(compared['scale'])}", caption)
+    yield save(ax, folder, f"rates_{as_file(compared['scale'])}", caption)

@@ -50,10 +50,9 @@ def fold_checkpoint(
     ``record`` and the report go into ``fold.json`` and the folder's README. Raises UserError if a check fails.
     """
     cfg = parse(read_config(run))
-    has_residual = cfg.dlr.enabled and cfg.dlr.mode == "residual"
-    folded = folded_tensors(cfg, tensors) if has_residual else by_exported_name(cfg, tensors)
-    report = [] if has_residual else [f"{'layers':<29} nothing to fold"]
-    if tokens > 0 and has_residual:
+    folded = folded_tensors(cfg, tensors)
+    report = [] if cfg.dlr.has_residual else [f"{'layers':<29} nothing to fold"]
+    if tokens > 0 and cfg.dlr.has_residual:
         target = deployed(cfg, folded, dense, dtype)
         same = {"weights_identical": weights_identical(cfg, tensors, folded)}
         changes = same | consistency(cfg, tensors, *target, validation_of(run, cfg, tokens), device)
@@ -83,7 +82,9 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
 
 
 def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of a checkpoint's ``tensors`` with every residual folded in, by their exported names."""
+    """A checkpoint's ``tensors`` by their exported names, copied and with the residuals folded in if there are any."""
+    if not cfg.dlr.has_residual:
+        return by_exported_name(cfg, tensors)
     model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))
     folded = {name: tensor.clone() for name, tensor in tensors.items()}
     add_(folded, model, cfg.dlr)

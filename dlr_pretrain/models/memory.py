@@ -207,7 +207,7 @@ def _residual_bytes(cfg: Config, dtype: torch.dtype, masters: bool = False, shar
 
     With several ``shards`` these are the bytes for the rows of rank 0. Those of one block are counted.
     """
-    if not cfg.dlr.enabled or cfg.dlr.mode != "residual":
+    if not cfg.dlr.has_residual:
         return 0
     model = build_model(replace(cfg, scale=replace(cfg.scale, num_layers=1)), 1, META, dtype)
     parameters = dict(model.named_parameters())

@@ -95,7 +95,7 @@ def new_optimizer(cfg: Config, model: Llama) -> Optimizer:
         for p in working.values():
             p.data = p.data.to(WORKING_DTYPE[precision])
             p.grad_dtype = STATE_DTYPE[precision]  # micro-batches and ranks sum in fp32 what fp32 masters take
-    if dlr.enabled and dlr.mode == "residual":
+    if dlr.has_residual:
         residuals = Residuals(model, dlr, values or working, compiled and model.lm_head.weight.is_cuda)
     return Optimizer(
         cfg.optimizer,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.models import Llama
 from dlr_pretrain.util.tensors import IGNORE
@@ -15,19 +13,16 @@ from .weights import Inputs
 
 @torch.no_grad()
 def outputs(model: Llama, inputs: Inputs) -> list[Tensor]:
-    """The residual stream after each block, [tokens, d] on the host, at the scored positions."""
-    kept: list[list[Tensor]] = [[] for _ in model.model.layers]
-
-    def keep(into: list[Tensor], scored: Tensor, _block: nn.Module, _inputs: object, output: tuple) -> None:
-        into.append(output[0][scored].cpu())
-
+    """The residual stream after each block, [tokens, d] on the host, at the scored positions. The hooks remain."""
+    streams: list[Tensor] = []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _block, _inputs, output: streams.append(output[0]))
+    parts = []
     for ids, targets, *documents in inputs:
-        both = zip(model.model.layers, kept, strict=True)
-        hooks = [block.register_forward_hook(partial(keep, into, targets != IGNORE)) for block, into in both]
+        streams.clear()
         model.logits(ids, *documents)
-        for hook in hooks:
-            hook.remove()
-    return [torch.cat(parts) for parts in kept]
+        parts.append([stream[targets != IGNORE].cpu() for stream in streams])
+    return [torch.cat(of_block) for of_block in zip(*parts, strict=True)]
 
 
 def hsic(x: Tensor, y: Tensor) -> Tensor:

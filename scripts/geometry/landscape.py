@@ -18,9 +18,9 @@ from dlr_pretrain.models import Llama
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.util.tensors import IGNORE, named_generator
 
-from .weights import Inputs, Point, inner, mixed, places, plus
+from .weights import Inputs, Point, inner, places, plus
 
-RISE, WIDEST = 0.01, 0.05  # of a fit's five points: about how far the loss moves (nats/token), and the largest distance
+RISE, WIDEST = 1e-4, 0.05  # of a fit's five points: about how far the loss moves (nats/token), and the largest distance
 
 
 class Surface:
@@ -85,29 +85,23 @@ def principal_directions(points: Sequence[Point], most: int) -> list[tuple[Point
     values, vectors = np.linalg.eigh([[inner(a, b) for b in steps] for a in steps])
     found = []
     for number in [i for i in np.argsort(-values)[:most] if values[i] > 1e-9 * values.max()]:
-        direction = {name: torch.zeros_like(tensor) for name, tensor in end.items()}
-        for weight, step in zip(vectors[:, number], steps, strict=True):
-            direction = plus(direction, float(weight) * math.sqrt(inner(end, end) / values[number]), step)
+        weights = (vectors[:, number] * math.sqrt(inner(end, end) / values[number])).tolist()
+        direction = {name: sum(w * step[name] for w, step in zip(weights, steps, strict=True)) for name in end}
         found.append((direction, float(values[number] / values.sum())))
     return found
-
-
-def along(surface: Surface, point: Point, direction: Point, distances: Sequence[float]) -> list[float]:
-    """The losses at ``point`` plus each of ``distances`` times ``direction``."""
-    return [surface(plus(point, t, direction)) for t in distances]
 
 
 def curvature(surface: Surface, point: Point, direction: Point, rise: float = RISE) -> tuple[float, float]:
     """The second derivative along ``direction``: of a polynomial of degree 4 through five losses, and by the Hessian.
 
-    The first takes from the second only the distance of the points, at which the loss moves by about ``rise``. A small
-    one loses digits in fp32, a large one sees more than the curvature.
+    The first takes from the second only the distance of the points, at which the loss moves by about ``rise``: in fp32
+    a smaller one loses digits, and over a larger one some losses are not quadratic.
     """
     exact = inner(direction, surface.product(point, direction))
     width = min(WIDEST, math.sqrt(2 * rise / abs(exact))) if exact else WIDEST
     distances = np.linspace(-width, width, 5)
-    fitted = np.polynomial.Polynomial.fit(distances, along(surface, point, direction, distances.tolist()), 4)
-    return float(fitted.deriv(2)(0.0)), exact
+    losses = [surface(plus(point, t, direction)) for t in distances.tolist()]
+    return float(np.polynomial.Polynomial.fit(distances, losses, 4).deriv(2)(0.0)), exact
 
 
 def sharpest(surface: Surface, point: Point, most: int = 20, tolerance: float = 0.01) -> tuple[float, Point]:
@@ -131,5 +125,6 @@ def path(surface: Surface, one: Point, other: Point, distances: Sequence[float])
 
     Source: the barrier of Entezari et al. (2022), with Frankle et al. (2020).
     """
-    losses = [surface(mixed(one, other, t)) for t in distances]
+    direction = {name: other[name] - tensor for name, tensor in one.items() if tensor.is_floating_point()}
+    losses = [surface(plus(one, t, direction)) for t in distances]
     return losses, max(loss - (1 - t) * losses[0] - t * losses[-1] for t, loss in zip(distances, losses, strict=True))

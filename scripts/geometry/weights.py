@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,62 +18,49 @@ from torch import Tensor
 from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.deploy.export import deployed, loaded_model
-from dlr_pretrain.deploy.fold import batches, by_exported_name, folded_tensors, validation_of
+from dlr_pretrain.deploy.fold import batches, folded_tensors, validation_of
 from dlr_pretrain.models import Llama, build_model
-from dlr_pretrain.models.residual import add_, strengths
+from dlr_pretrain.models.residual import strengths
 from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.tensors import ALPHA, STATE_DTYPE
+from dlr_pretrain.util.tensors import STATE_DTYPE
 
+MOST = 8  # checkpoints of a run, evenly spread: the trajectory is held in memory
+PROJECTION = re.compile(r"model\.layers\.(?P<block>\d+)\.\w+\.(?P<projection>\w+)\.(?:(?P<matrix>[abs])\.)?weight")
 Point = dict[str, Tensor]  # tensors by their exported names
 Inputs = list[tuple[Tensor, ...]]  # (ids, targets[, documents]) of a few sequences each
-PROJECTION = re.compile(r"model\.layers\.(\d+)\.\w+\.(\w+)\.(?:(a|b|s)\.)?weight")
-META = torch.device("meta")
 
 
-class Place(NamedTuple):
-    """Which matrix of a model: ``matrix`` is W, or A, B or S of a projection that is no single matrix."""
-
-    block: int
-    projection: str
-    matrix: str
-
-
-def places(point: Point) -> dict[str, Place]:
-    """The matrices of the projections in ``point``, by their exported names."""
-    found = ((name, PROJECTION.fullmatch(name)) for name in point)
-    return {name: Place(int(m[1]), m[2], (m[3] or "w").upper()) for name, m in found if m}
+def places(point: Point) -> dict[str, dict]:
+    """The block, projection and matrix (A, B, S, or W for a single one) of the projections, by exported name."""
+    matches = {name: PROJECTION.fullmatch(name) for name in point}
+    return {name: m.groupdict() | {"matrix": (m["matrix"] or "w").upper()} for name, m in matches.items() if m}
 
 
 class Trained:
-    """A finished run, from its row in ``analysis.runs``, with at most ``most`` checkpoints, evenly spread.
+    """A finished run, from its row in ``analysis.runs``.
 
     ``steps`` ascend. Step 0 are the initial weights, drawn again from the configuration; a run that started from other
     weights (run.start_from) has none. Raises UserError if checkpoints are missing or damaged.
     """
 
-    def __init__(self, row: pd.Series, most: int):
-        self.folder, self.name, self.scale = Path(row.run), row["name"], row.scale
+    def __init__(self, row: pd.Series):
+        self.folder, self.name, self.scale, self.pair = Path(row.run), row["name"], row.scale, row.pair
         self.method, self.family, self.seed = row.label, row.method, row.seed
-        self.tokenizer, self.shards = (row.identity.get(key) for key in ("tokenizer.pieces", "data.shards"))
         self.cfg: Config = parse(read_config(self.folder))
-        self.residual = self.cfg.dlr.enabled and self.cfg.dlr.mode == "residual"
         saved = sorted(directories(self.folder / "checkpoints"), key=step_of)
         if not saved:
             raise UserError(f"{self.folder}: has no checkpoint. Name a run that has kept one")
-        chosen = np.unique(np.linspace(len(saved) - 1, 0, min(most, len(saved))).round().astype(int))
+        chosen = np.unique(np.linspace(len(saved) - 1, 0, min(MOST, len(saved))).round().astype(int))
         self.checkpoints = {step_of(saved[i]): saved[i] for i in chosen}
         for path in self.checkpoints.values():
             if damage := fault(path):
                 raise UserError(f"{path}: {damage}. Move it away")
         self.steps = [*([0] if self.cfg.run.start_from is None else []), *self.checkpoints]
-        last = load(saved[-1])
-        self.vocabulary = last.model["model.embed_tokens.weight"].shape[0]
-
-    @cached_property
-    def made_from(self) -> dict[str, str]:
-        """The checksums of the checkpoints, by step."""
-        return {str(step): load(path).sha256 for step, path in self.checkpoints.items()}
+        self.made_from = {str(step): load(path).sha256 for step, path in self.checkpoints.items()}
+        self.vocabulary = load(saved[-1]).model["model.embed_tokens.weight"].shape[0]
+        self.reads = row.identity.get("tokenizer.pieces"), self.vocabulary
+        self.evaluated_on = row.identity.get("data.shards"), self.cfg.train.seq_len, self.cfg.eval.packing
 
     def state(self, step: int) -> dict[str, Tensor]:
         """The tensors at ``step`` as a checkpoint stores them: fused, and B without its residual."""
@@ -86,8 +71,7 @@ class Trained:
 
     def point(self, step: int) -> tuple[Config, Point]:
         """The model at ``step`` in fp32, as a configuration and its tensors: of a plain LLaMA where all is linear."""
-        tensors = self.state(step)
-        folded = folded_tensors(self.cfg, tensors) if self.residual else by_exported_name(self.cfg, tensors)
+        folded = folded_tensors(self.cfg, self.state(step))
         try:
             return deployed(self.cfg, folded, merge=True, dtype=torch.float32)
         except UserError:  # a projection is no single matrix
@@ -95,15 +79,6 @@ class Trained:
 
     def model(self, step: int, device: torch.device) -> Llama:
         return loaded_model(*self.point(step), device, torch.float32)
-
-    def residuals(self, step: int) -> tuple[Point, Point]:
-        """B and beta R^T [d_out, r] of each projection, by the exported name of B, at ``step`` of a run with DLR."""
-        b = {name: tensor.float() for name, tensor in self.state(step).items() if name.endswith(".b") or name == ALPHA}
-        residual = {name: tensor if name == ALPHA else torch.zeros_like(tensor) for name, tensor in b.items()}
-        add_(residual, build_model(self.cfg, self.vocabulary, META), self.cfg.dlr)
-        embedding = {"model.embed_tokens.weight": torch.empty(self.vocabulary, 0)}
-        of_b, of_residual = (by_exported_name(self.cfg, embedding | side) for side in (b, residual))
-        return {name: of_b[name] for name in places(of_b)}, of_residual
 
     def text(self, sequences: int, device: torch.device) -> Inputs:
         """The first ``sequences`` of the run's validation text."""
@@ -121,11 +96,6 @@ def misfit(one: Point, other: Point) -> str:
         if not tensor.is_floating_point() and not torch.equal(tensor, other[name]):
             return f"{name} selects other inputs in each"
     return ""
-
-
-def mixed(one: Point, other: Point, t: float) -> Point:
-    """(1 - t) ``one`` + t ``other``."""
-    return {name: torch.lerp(a, other[name], t) if a.is_floating_point() else a for name, a in one.items()}
 
 
 def inner(one: Point, other: Point) -> float:

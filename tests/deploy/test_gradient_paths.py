@@ -29,7 +29,7 @@ def test_both_paths_are_their_definition(backbone, separated):
     targets[:, 9:] = -100
     documents = (torch.tensor([0] * 5 + [1] * 7).expand(3, 12),) if separated else ()
     inputs = [(ids[:2], targets[:2], *(d[:2] for d in documents)), (ids[2:], targets[2:], *(d[2:] for d in documents))]
-    found = gradient_paths.measure(copy.deepcopy(model), cfg.dlr, None, list(PATHS), inputs)
+    found = gradient_paths.measure(copy.deepcopy(model), cfg.dlr, None, inputs, PATHS)
     matrices = {}
     for full, weight in split(model, {name: p.data for name, p in model.named_parameters()}).items():
         if full.endswith(".b.weight"):  # the model multiplies by the sum of both
@@ -58,6 +58,8 @@ def test_both_paths_are_their_definition(backbone, separated):
         expected = {"through_b": sizes[0].mean(), "through_residual": sizes[1].mean()}
         expected |= {"rho": sizes[1].mean() / sizes[0].mean(), "rho_mean": (sizes[1] / sizes[0]).mean()}
         expected |= {"cosine": ((u * v).sum(-1) / sizes[0] / sizes[1]).mean(), "isotropic": residual.norm() / b.norm()}
+        cosine = (b * residual).sum() / b.norm() / residual.norm()
+        expected |= {"share": residual.norm() / (b + residual).norm(), "angle": cosine.arccos() * 180 / math.pi}
         assert found[name] == pytest.approx({key: value.item() for key, value in expected.items()}, rel=1e-9), name
 
 

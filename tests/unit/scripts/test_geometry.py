@@ -13,9 +13,10 @@ from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.train.record import update_record
-from scripts.geometry import activations, landscape, page, scaling, spectra, study
+from scripts import scaling
+from scripts.geometry import activations, landscape, page, spectra, study
 from scripts.geometry.__main__ import main
-from scripts.geometry.weights import Trained, inner, misfit, mixed, places
+from scripts.geometry.weights import Trained, inner, misfit, places
 from tests.conftest import main_of, saved
 from tests.fake_runs import COLA, COLA_DLR, a_run
 from tests.parity.reference import CPU, VOCAB, r_transposed, small
@@ -52,13 +53,6 @@ def test_ranks_are_those_of_the_matrix_in_float64():
     assert found["stable_rank"] == pytest.approx((values**2).sum() / values[0] ** 2, rel=1e-6)
     assert found["effective_rank"] == pytest.approx(math.exp(-(p * np.log(p)).sum()), rel=1e-6)
     assert found["energy"] == pytest.approx((values[:3] ** 2).sum() / (values**2).sum(), rel=1e-6)
-
-
-def test_the_residual_has_a_known_share_and_angle():
-    r = r_transposed(6, 3)
-    assert spectra.residual_in(r, 2 * r) == pytest.approx({"share": 2 / 3, "angle": 0}, abs=1e-5)
-    across = torch.roll(r, 1, dims=1)  # no entry in common
-    assert spectra.residual_in(across, r) == pytest.approx({"share": math.sqrt(0.5), "angle": 90})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -167,7 +161,6 @@ def test_points_that_do_not_fit_are_refused_with_the_reason():
     assert "is [2, 3] in one and [3, 2] in the other" in misfit(one, one | {Q.format(0): drawn(3, 2)})
     assert misfit(one, one | {"channels": torch.tensor([2])}) == "channels selects other inputs in each"
     assert "such as lm_head" in misfit(one, one | {"lm_head": drawn(1)})
-    assert torch.equal(mixed(one, one, 0.3)["channels"], one["channels"])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -197,13 +190,14 @@ def test_cka_of_a_rotation_is_one_and_of_noise_is_zero():
 
 def test_a_power_law_is_found_and_ends_one_step_beyond():
     sizes = (1e6, 2e6, 8e6)
-    law = scaling.power_law({n: [-0.1 * (n / 1e6) ** -0.5 + e for e in (-1e-4, 0, 1e-4)] for n in sizes})
+    law = scaling.PowerLaw(sizes, [[-0.1 * (n / 1e6) ** -0.5 + e for e in (-1e-4, 0, 1e-4)] for n in sizes])
     k, low, high = law.exponent()
     assert k == pytest.approx(-0.5, abs=0.02) and low <= k <= high < low + 0.05
     assert law.reach == 32e6 and law(32e6)[0] == pytest.approx(-0.1 / math.sqrt(32), rel=0.05)
     with pytest.raises(ValueError, match=r"data end at 8e\+06, and one step beyond at 3.2e\+07"):
         law(33e6)
-    assert scaling.fitted(np.array(sizes), np.array([0.3, 0.3, 0.3])) == pytest.approx(np.array([0.3, 0]))
+    constant = scaling.PowerLaw(sizes, [[0.2, 0.4]] * 3)
+    assert (constant.c[0], constant.k[0]) == (pytest.approx(0.3), pytest.approx(0))
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +222,7 @@ def test_a_report_of_three_sizes_shows_the_gain_against_scale(of_three_sizes, tm
     assert float(table.k.lstrip("'").split()[0]) == pytest.approx(-1, abs=0.1)
     assert "-0.04" in table["8M by the law"]
     figures = {path.stem for path in (tmp_path / "out" / "figures").glob("scale_*.png")}
-    assert figures == {f"scale_{x}_all_scales" for x in ("parameters", "flops", "hours")} | {"scale_difference"}
+    assert figures == {f"scale_{x}" for x in ("parameters", "flops", "hours")} | {"scale_difference"}
     assert "Does the gain survive scale?" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -279,21 +273,18 @@ def test_numbers_are_those_of_the_last_step_and_block():
 
 def test_weights_are_folded_and_step_0_is_where_training_began(train, tmp_path, no_export):
     run = train(tmp_path / "run", "backbone=lowrank", "dlr=on", "train.steps=10", "checkpoint.keep_last=2")
-    of = Trained(read_runs([run]).runs.iloc[0], most=8)
+    of = Trained(read_runs([run]).runs.iloc[0])
     assert of.steps == [0, 5, 10]
     model = build_model(of.cfg, of.vocabulary, CPU)
     for step in (0, 10):
         stored = dict(model.state_dict()) if step == 0 else saved(run / "checkpoints" / f"step_{step:08d}")
         exported = split(model, {name: stored[name] for name in model.state_dict()})
         cfg, point = of.point(step)
-        b, residual = of.residuals(step)
         assert cfg.backbone.name == "full"
         for name in places(point):
             stem = name.removesuffix(".weight")
             a, of_b = exported[f"{stem}.a.weight"], exported[f"{stem}.b.weight"]
             beta = 1 / math.sqrt(-(-len(of_b) // of_b.shape[1]))
-            torch.testing.assert_close(residual[f"{stem}.b.weight"], beta * r_transposed(*of_b.shape))
-            torch.testing.assert_close(b[f"{stem}.b.weight"], of_b)
             torch.testing.assert_close(point[name], (of_b + beta * r_transposed(*of_b.shape)) @ a)
 
 
@@ -310,13 +301,14 @@ def test_a_result_is_kept_until_what_it_is_made_from_changes(tmp_path):
 
 
 @pytest.mark.full
-def test_a_study_of_runs_is_complete_resumes_and_names_what_it_refuses(train, tmp_path, no_export, monkeypatch, capsys):
+def test_a_study_is_complete_resumes_and_names_what_it_refuses(train, tmp_path, no_export, monkeypatch, capsys):
     shape = ("train.steps=10", "checkpoint.keep_last=2")
     for backbone, dlr, seed in (("cola", "off", 1), ("cola", "on", 1), ("cola", "on", 2), ("lowrank", "off", 1)):
         train(
             tmp_path / "runs" / f"{backbone}-{dlr}-{seed}", f"backbone={backbone}", f"dlr={dlr}", f"seed={seed}", *shape
         )
-    words = [str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--sequences", "3", "--points", "3"]
+    monkeypatch.setattr(study, "POINTS", 3)
+    words = [str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--sequences", "3"]
     assert main(words) == 0
     frames = {name: pd.read_csv(tmp_path / "out" / f"{name}.csv") for name in ("spectra", "landscape", "interpolation")}
     assert set(frames["spectra"].matrix) == {"W", "A", "B"} and set(frames["landscape"].space) == {"W", "A, B"}
@@ -328,6 +320,6 @@ def test_a_study_of_runs_is_complete_resumes_and_names_what_it_refuses(train, tm
     assert all(title in page_text for title in ("Spectra", "Landscape", "Interpolation", "Activations", "is refused"))
     before = {path: path.read_bytes() for path in (tmp_path / "out" / "kept").rglob("*.csv")}
     monkeypatch.setattr(torch.linalg, "svdvals", None)  # would fail if it were used
-    monkeypatch.setattr(landscape, "along", None)
+    monkeypatch.setattr(landscape, "curvature", None)
     assert main(words) == 0 and before == {path: path.read_bytes() for path in before}
-    assert main([*words[:3], "--points", "4"]) == 3 and "must be odd" in capsys.readouterr().err
+    assert main([*words[:3], "--parts", "spectrum"]) == 3 and "spectra" in capsys.readouterr().err
