@@ -23,7 +23,7 @@ from scripts.geometry.page import differences
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence-geometry.md"
 PACKED = PAGE.parent / "evidence" / "geometry"
-FIGURES = ("effective_rank_of_W_t_-_W_0", "rise_along_random_directions", "loss_on_the_line__seeds", "CKA__reference")
+FIGURES = ("effective_rank_of_W_t_-_W_0", "rise_along_random_directions", "loss_on_the_line_seeds", "CKA_reference")
 
 
 def pack(study: Path, scale: Path) -> None:
@@ -33,7 +33,8 @@ def pack(study: Path, scale: Path) -> None:
     shutil.copy(scale / "tables" / "scale.csv", PACKED / "scale.csv")
     for name in FIGURES:
         shutil.copy(study / "figures" / f"{name}_tiny.png", PACKED / f"{name}.png")
-    shutil.copy(scale / "figures" / "scale_parameters.png", PACKED / "scale_parameters.png")
+    for name in ("scale_parameters", "scale_difference"):
+        shutil.copy(scale / "figures" / f"{name}.png", PACKED / f"{name}.png")
 
 
 def section(every: pd.DataFrame, name: str) -> str:

@@ -109,7 +109,7 @@ def draw(all_runs: Runs, folder: Path) -> Iterator[Picture]:
 
 
 def as_file(scale: str) -> str:
-    return re.sub(r"[^\w.+-]", "_", scale)[:60]
+    return re.sub(r"[^\w.+-]+", "_", scale)[:60]
 
 
 def axes_of_methods(rows: pd.DataFrame, x: str, y: str) -> Axes:

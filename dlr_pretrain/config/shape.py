@@ -48,7 +48,9 @@ def read_shape(source: str, given: set[str]) -> dict[str, Any]:
         there = json.loads(text)
         if not isinstance(there, dict):
             raise ValueError("it holds no settings by name")
-        there = (there.get("rope_scaling") or {}) | (there.get("rope_parameters") or {}) | there  # transformers 4, and 5
+        there = (
+            (there.get("rope_scaling") or {}) | (there.get("rope_parameters") or {}) | there
+        )  # transformers 4, and 5
         there = {name: value for name, value in there.items() if value is not None}
     except (OSError, ValueError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {first_line(error)}"
