@@ -14,8 +14,6 @@ A shard holds the ids of its documents, uint16 (int32 above 65,536 ids). Each do
 sequence. The ends are int64 [documents + 1], and the first is 0. Rows of the source that are left out have no document.
 The files are int64 [n, 4]: the number of a file, its documents in this shard, those of them in which special tokens
 stand, and its rows that were left out.
-
-Folders of format 4 have a shard for each file of the source, without .files; the oldest have no checksums.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
 from dlr_pretrain.util.text import plural
 
-FORMAT, A_SHARD_PER_FILE = 5, 4  # the formats that this version writes, and also reads
+FORMAT = 5
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 TOKENS, ENDS, FILES, SUMS = ".tokens", ".ends", ".files", ".sha256"  # suffixes of a shard's files
 MANIFEST_SHAPE: Shape = {
@@ -105,7 +103,6 @@ class TokenSource:
         self.root, self.fix = root, fix  # the fix for a damaged shard
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
-        self._a_shard_per_file = manifest["format"] == A_SHARD_PER_FILE
         self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # of the source of the text
         self.contents: dict[str, str] = manifest["contents"]
         about, shards = manifest["tokenizer"], manifest["shards"]
@@ -127,12 +124,10 @@ class TokenSource:
     def files(self, names: Sequence[str]) -> np.ndarray:
         """The counts of each file of the source in the shards of a split, int64 [n, 3]: see this file's beginning."""
         counts = np.zeros((1, 3), np.int64)
-        for number, name in enumerate(names):
+        for name in names:
             documents = len(self.shard(name)[1]) - 1
             with self._naming_shard(name) as path:
-                table = np.array([[number, documents, 0, 0]])
-                if not self._a_shard_per_file:
-                    table = files_of(path, documents, len(counts) - 1)
+                table = files_of(path, documents, len(counts) - 1)
             counts = np.concatenate((counts, np.zeros((int(table[-1, 0]) + 1 - len(counts), 3), np.int64)))
             np.add.at(counts, table[:, 0], table[:, 1:])
         return counts
@@ -295,7 +290,8 @@ def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
     order = np.tile(permutation(len(sizes), seed, epoch), 2)
     edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))
     total = int(edges[-1]) // 2
-    shift = int(fraction(seed, epoch) * total) if shares > 1 else 0
+    seeded = int(np.random.PCG64(np.random.SeedSequence((seed, epoch, 1))).random_raw()) / (1 << 64)  # in [0, 1)
+    shift = int(seeded * total) if shares > 1 else 0
     number = (share.stream + epoch) % shares
     begin, end = (shift + total * edge // shares for edge in (number, number + 1))
     pieces = []
@@ -308,18 +304,13 @@ def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
     return pieces
 
 
-def fraction(*key: int) -> float:
-    """A seeded number in [0, 1)."""
-    return int(np.random.PCG64(np.random.SeedSequence((*key, 1))).random_raw()) / (1 << 64)
-
-
 def read_manifest(root: Path) -> dict:
     """The manifest of a folder of tokens. Raises UserError if it is missing, damaged or in another format."""
     path = root / MANIFEST
     try:
         manifest = read_json(path, {"format": int})
-        rule = f"shards of format {manifest['format']}, but this version reads formats {A_SHARD_PER_FILE} and {FORMAT}"
-        if manifest["format"] in (A_SHARD_PER_FILE, FORMAT):
+        rule = f"shards of format {manifest['format']}, but this version reads format {FORMAT}"
+        if manifest["format"] == FORMAT:
             if not (wrong := misfit(manifest, MANIFEST_SHAPE)):
                 return manifest
             rule = f"damaged ({wrong})"
