@@ -14,7 +14,6 @@ import os
 import random
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -41,7 +40,6 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled e
 FINAL_STATUSES = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
 OPEN_GATE = "Accept its terms on its page at huggingface.co, and set HF_TOKEN to a token of that account"
-DRAFT_EXPIRY_SECONDS = 86_400.0  # an older draft is left over from a process that was killed
 HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@(refs/(?:convert/\w+|pr/\d+)|[^/]+))?(/.*|$)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
@@ -183,8 +181,7 @@ def with_versions(files: list[File]) -> list[File]:
     def ask(file: File) -> File:
         if file.is_local or HUB_FILE.fullmatch(file.address):
             return file
-        entry = retry(partial(_info, file), file.address)
-        return replace(file, size=entry.get("size"), changed=_version(entry))
+        return retry(partial(_as_served, file), file.address)
 
     with new_pool(ThreadPool, ASKING_THREADS) as pool:
         answers = pool.map(ask, files)
@@ -198,8 +195,7 @@ def require_same_version(file: File) -> None:
     """Raise UserError if the server of a file has another version than ``with_versions`` has found."""
     if not file.changed:
         return
-    entry = _info(file)
-    now = replace(file, size=entry.get("size"), changed=_version(entry))
+    now = _as_served(file)
     if now.changed and now.version() != file.version():
         versions = f"{file.version()} when it was opened for this run, {now.version()} now"
         raise UserError(
@@ -209,11 +205,13 @@ def require_same_version(file: File) -> None:
         )
 
 
-def _info(file: File) -> dict[str, Any]:
-    """What the server of a remote file reports about it."""
+def _as_served(file: File) -> File:
+    """A remote file with the size and the version that its server reports; the version is empty if it reports none."""
     system, path = _file_system(file.address)
     with _reaching():
-        return system.info(path)
+        entry = system.info(path)
+    version = next((f"{name} {entry[name]}" for name in VERSIONS if entry.get(name)), "")
+    return replace(file, size=entry.get("size"), changed=version)
 
 
 @contextmanager
@@ -227,11 +225,6 @@ def _reaching() -> Iterator[None]:
         if cause is not None and (busy or isinstance(cause, OSError)) and not isinstance(cause, FileNotFoundError):
             raise cause from None
         raise
-
-
-def _version(entry: dict[str, Any]) -> str:
-    """A server's name for the version of a file, from what it reports about the file; empty if it has none."""
-    return next((f"{name} {entry[name]}" for name in VERSIONS if entry.get(name)), "")
 
 
 def _file_system(address: str) -> tuple[Any, str]:
@@ -393,21 +386,6 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
         return system.cat_file(path)
 
     return io.BytesIO(retry(fetch, file.address))
-
-
-@contextmanager
-def created_atomically(folder: Path) -> Iterator[Path]:
-    """A draft of a new folder, which becomes ``folder`` once it is complete, unless another process was faster."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(".draft-*"):
-        with suppress(OSError):
-            if time.time() - old.stat().st_mtime > DRAFT_EXPIRY_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as drafts:
-        (draft := Path(drafts, folder.name)).mkdir()
-        yield draft
-        with suppress(OSError):  # another process was faster
-            draft.rename(folder)
 
 
 def _cached(file: File, path: Path) -> BinaryIO:
