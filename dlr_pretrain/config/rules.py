@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dlr_pretrain.config.key import Key
 from dlr_pretrain.config.problems import MISSING, Problem, as_typed
+from dlr_pretrain.config.run_folder import holds_weights
 from dlr_pretrain.config.tree import (
     DEFAULT_STREAMS,
     OPEN_GROUPS,
@@ -30,8 +31,6 @@ from dlr_pretrain.config.tree import (
 from dlr_pretrain.config.values import all_keys, flatten, to_dict
 from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
@@ -142,8 +141,7 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
 
 def _starts_from_weights(cfg: Config) -> bool:
     """Whether ``run.start_from`` is a folder of weights. (A checkpoint, in contrast, holds B without the residual.)"""
-    folder = cfg.run.start_from
-    return folder is not None and any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
+    return cfg.run.start_from is not None and holds_weights(Path(cfg.run.start_from))
 
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:

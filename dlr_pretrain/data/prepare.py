@@ -71,8 +71,8 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
     """
     again = "Start again: finished shards are kept"
     try:
-        with locked(output) as held:
-            yield from _tokenise(source, tokenizer, output, workers, held.alone)
+        with locked(output) as alone:
+            yield from _tokenise(source, tokenizer, output, workers, alone)
     except OSError as error:
         raise UserError(f"{file_error(error)}. {again}") from error
     except BrokenProcessPool as error:
@@ -355,12 +355,12 @@ def _tokens_of(
 def _made(source: TextSource, tokenizer: Tokenizer, folder: Path, size: int, say: Callable[[str], None]) -> TokenSource:
     """The tokens of a text, made in a folder of the cache by this process or by another one that is at it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, lambda holder: say(f"waiting for {holder}, which tokenises this text into {folder}")) as held:
+    with locked(folder, lambda holder: say(f"waiting for {holder}, which tokenises this text into {folder}")) as alone:
         if (made := _cached_tokens(folder, size)) is not None:
             return made
         workers, shards = cores(), len(plan(source))
         say(f"tokenising the text {_cost(size, tokenizer, workers, folder)} once, into {folder}")
-        work = _tokenise(source, tokenizer, folder, workers, held.alone)
+        work = _tokenise(source, tokenizer, folder, workers, alone)
         for _ in tqdm(work, total=shards, unit=" shards", disable=None):
             pass
     return TokenSource(folder, OTHER_CACHE)
