@@ -37,11 +37,6 @@ def _texts(opened: Opened, delimiter: str) -> Iterator[bytes | None]:
         raise ValueError(f"line {records.line_num}: {error}") from error
 
 
-CSV = Format(
-    "CSV",
-    (".csv",),
-    partial(_texts, delimiter=","),
-    cut="nowhere",
-    without_text="it has not as many fields as the header",
-)
-TSV = Format("TSV", (".tsv",), partial(_texts, delimiter="\t"), cut="nowhere", without_text=CSV.without_text)
+UNEQUAL = "it has not as many fields as the header"
+CSV = Format("CSV", (".csv",), partial(_texts, delimiter=","), cut="nowhere", without_text=UNEQUAL)
+TSV = Format("TSV", (".tsv",), partial(_texts, delimiter="\t"), cut="nowhere", without_text=UNEQUAL)

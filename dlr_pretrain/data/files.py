@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
@@ -280,7 +280,7 @@ def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     # A DNS look-up has no time-out, and a process does not wait for this pool's threads when it ends.
     pool = new_pool(ThreadPool, 1)
     try:
-        with _noting_silence(name), pool:
+        with pool:
             return _retried(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, seconds=0.0)
     except Exception as error:  # the types differ between versions of the client
         raise hub_error(name, error, fix) from error
@@ -297,8 +297,7 @@ def hub_error(name: str, error: Exception, fix: str) -> UserError:
 def retry(ask: Callable[[], T], name: str) -> T:
     """The answer of ``ask``, with retries. Raises UserError, which names the address, if it fails for good."""
     try:
-        with _noting_silence(name):
-            return _retried(ask, name, RETRY_SECONDS)
+        return _retried(ask, name, RETRY_SECONDS)
     except UserError:
         raise
     except Exception as error:  # socket errors are OSErrors as well, but do not concern a disk
@@ -308,33 +307,30 @@ def retry(ask: Callable[[], T], name: str) -> T:
         raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 
 
-def _noting_silence(name: str) -> AbstractContextManager[None]:
-    return noting_silence(f"no answer from {name}", FIRST_NOTE_SECONDS, NOTE_SECONDS)
-
-
 def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:
     """The answer of ``ask``, which is repeated after temporary errors for up to ``seconds`` seconds.
 
     A server that answers with an error is retried for RETRY_SECONDS: many jobs may start together and keep it busy.
     """
     since, wait = time.monotonic(), FIRST_WAIT_SECONDS
-    while True:
-        try:
-            return ask()
-        except (FileNotFoundError, PermissionError, UserError):
-            raise
-        except Exception as error:  # the types differ between file systems
-            answer = getattr(error, "response", error)
-            status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
-            allowed = seconds if status is None else RETRY_SECONDS
-            final = status in FINAL_STATUSES or type(error).__name__ in FINAL_ERRORS
-            if final or time.monotonic() - since >= allowed:
+    with noting_silence(f"no answer from {name}", FIRST_NOTE_SECONDS, NOTE_SECONDS):
+        while True:
+            try:
+                return ask()
+            except (FileNotFoundError, PermissionError, UserError):
                 raise
-            asked = str((getattr(answer, "headers", None) or {}).get("Retry-After", ""))
-            pause = max(wait * _jitter.uniform(0.5, 1.5), float(asked) if asked.isdigit() else 0.0)
-            log.info("%s: %s; retrying in %.1f s", name, first_line(error), pause)
-            time.sleep(pause)
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            except Exception as error:  # the types differ between file systems
+                answer = getattr(error, "response", error)
+                status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
+                allowed = seconds if status is None else RETRY_SECONDS
+                final = status in FINAL_STATUSES or type(error).__name__ in FINAL_ERRORS
+                if final or time.monotonic() - since >= allowed:
+                    raise
+                asked = str((getattr(answer, "headers", None) or {}).get("Retry-After", ""))
+                pause = max(wait * _jitter.uniform(0.5, 1.5), float(asked) if asked.isdigit() else 0.0)
+                log.info("%s: %s; retrying in %.1f s", name, first_line(error), pause)
+                time.sleep(pause)
+                wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
 
 class RemoteFile(AbstractBufferedFile):

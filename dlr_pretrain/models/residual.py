@@ -4,7 +4,8 @@ Output i of an up-projection B [d_out, r] is (B z)_i plus beta times latent g(i)
 ceil(d_out / r) copies, and beta = alpha / sqrt(K). B + beta R^T therefore differs from B only in the d_out entries
 (i, g(i)). The loss depends on W alone, and the gradient of B equals that of W. DLR acts in two places: it changes the
 initial W, and it leaves B, not W, to the weight decay and rounding of an update. In the trainer the model therefore
-holds W. The optimizer takes the residual out before an update and puts it in afterwards.
+holds W. The optimizer takes the residual out before an update and puts it in afterwards: the entries of B that W
+replaces are kept beside it. fp32 masters always hold B.
 """
 
 from __future__ import annotations

@@ -37,10 +37,7 @@ Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, sca
 
 @dataclass
 class Options(AdamOptions):
-    """torch's fused AdamW, which computes in fp32 and rounds once, to nearest, or an AdamW that rounds stochastically.
-
-    Moments have the parameters' dtype.
-    """
+    """torch's fused AdamW, which computes in fp32 and rounds once to nearest, or one that rounds stochastically."""
 
     eps: float = key("added to the root of second moments", ge=1e-30)
     weight_decay: float = key("applied to every parameter, as in the paper", ge=0)
