@@ -22,10 +22,6 @@ Head = tuple[tuple[bytes, ...], str, str]  # how a file may begin, what it then 
 class NoText(ValueError):
     """A row without text: the rule that it breaks, and the fix."""
 
-    def __init__(self, rule: str, fix: str):
-        super().__init__(rule)
-        self.rule, self.fix = rule, fix
-
 
 @dataclass(frozen=True)
 class Part:

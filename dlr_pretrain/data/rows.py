@@ -50,7 +50,8 @@ class Row(NamedTuple):
             try:
                 text = self.format.parse(self.content, self.data.text_key)
             except NoText as error:
-                raise UserError(f"{self.where()} {error.rule}. {error.fix}") from error
+                rule, fix = error.args
+                raise UserError(f"{self.where()} {rule}. {fix}") from error
         if isinstance(text, str):
             return text
         rule, fix = f"it is of type {type(text).__name__}", OR_SKIP

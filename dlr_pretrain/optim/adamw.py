@@ -43,16 +43,13 @@ class Options(AdamOptions):
     weight_decay: float = key("applied to every parameter, as in the paper", ge=0)
     elementwise = True
     rounds_stochastically = True
+    fused = True  # torch's fused kernel, else its foreach kernels
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         if how.rounding_seed is not None:
             return [WideAdamW(parameters, self, how)]
         on_meta = any(p.is_meta for p in parameters.values())  # for ``state_bytes``; meta has no fused kernel
-        return self.of_torch(parameters, fused=not on_meta)
-
-    def of_torch(self, parameters: dict[str, Tensor], fused: bool) -> list[torch.optim.Optimizer]:
-        """torch's AdamW with its fused kernel, or with its foreach kernels."""
-        groups = decay_groups(parameters, self.weight_decay)
+        groups, fused = decay_groups(parameters, self.weight_decay), self.fused and not on_meta
         return [torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=fused, foreach=not fused)]
 
 
@@ -64,9 +61,7 @@ class ForeachOptions(Options):
     """
 
     rounds_stochastically = False
-
-    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
-        return self.of_torch(parameters, fused=False)
+    fused = False
 
 
 @dataclass
