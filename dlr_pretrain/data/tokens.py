@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -159,8 +159,11 @@ class TokenSource:
         A block is a run of documents of the share. A share of tokens may begin or end within a document.
         """
         self._require(tokenizer)
-        pieces = cut(self.sizes(share.packed), share)
-        spans = [self._documents_of(piece, share.packed) for piece in pieces]
+        if share.packed:
+            pieces = cut(self._begin, share)
+            spans = [(self._document_at(a, "right"), self._document_at(b, "left"), a, b) for a, b in pieces]
+        else:
+            spans = [(first, last, 0, int(self._tokens[-1])) for first, last in cut(self._first, share)]
         before = np.cumsum([0, *(last - first for first, last, _, _ in spans)])
         order = permutation(-(-int(before[-1]) // streams.BLOCK_DOCUMENTS), *share.key).tolist()
         for number in range(start[1], len(order)):
@@ -174,24 +177,15 @@ class TokenSource:
             where = np.concatenate(parts)
             yield (0, number), DocumentBlock(len(where), partial(self._take, where, tokenizer.eos_id))
 
-    def _documents_of(self, piece: Piece, packed: bool) -> tuple[int, int, int, int]:
-        """A piece's first document, the document after its last, and the tokens at which they are cut."""
-        if not packed:
-            first = int(self._first[piece.file])
-            return first + piece.begin, first + piece.end, 0, int(self._tokens[-1])
-        before = int(self._begin[piece.file])
-        first, last = self._first[piece.file : piece.file + 2].tolist()
-        if piece.begin > 0:
-            first = self._end_at(before + piece.begin, "right") - 1
-        if piece.end < piece.size:
-            last = self._end_at(before + piece.end, "left")
-        return first, last, before + piece.begin, before + piece.end
-
-    def _end_at(self, position: int, side: Literal["left", "right"]) -> int:
-        """The number of ends of documents before a token of all shards; with "right", also of an end there."""
+    def _document_at(self, position: int, side: Literal["left", "right"]) -> int:
+        """The document that holds a token of all shards ("right"), or the first that begins there or later ("left")."""
+        file = int(np.searchsorted(self._begin, position))
+        if self._begin[file] == position:  # without opening a shard
+            return int(self._first[file])
         shard = int(np.searchsorted(self._tokens, position, side)) - 1
         ends = self.shard(self.train_shards[shard])[1]
-        return int(self._documents[shard] + np.searchsorted(ends, position - self._tokens[shard], side))
+        number = int(self._documents[shard] + np.searchsorted(ends, position - self._tokens[shard], side))
+        return number - 1 if side == "right" else number
 
     def _positions(self, documents: np.ndarray) -> np.ndarray:
         """Where documents with these numbers begin among the tokens of all shards."""
@@ -272,23 +266,16 @@ class TokenSource:
         return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
 
 
-class Piece(NamedTuple):
-    """A part of a file's text, in tokens or documents."""
+def cut(files: np.ndarray, share: Share) -> list[tuple[int, int]]:
+    """The pieces of a share, if files are laid end to end in a seeded order and cut into equal shares.
 
-    file: int  # its number
-    begin: int
-    end: int
-    size: int  # of the whole file
-
-
-def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
-    """The pieces of a share, if files of these sizes are laid end to end in a seeded order and cut into equal shares.
-
-    The cuts move in each epoch: the first share begins at a seeded fraction of the whole, and the last one ends there.
+    ``files`` [n + 1] are the tokens, or documents, at which they begin, and the end of the last one. So are the begin
+    and the end of a piece, which is in one file. The cuts move in each epoch: the first share begins at a seeded
+    fraction of the whole, and the last one ends there.
     """
     seed, epoch, shares = share.seed, share.epoch, share.streams
-    order = np.tile(permutation(len(sizes), seed, epoch), 2)
-    edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))
+    order = np.tile(permutation(len(files) - 1, seed, epoch), 2)
+    edges = np.concatenate(([0], np.cumsum(np.diff(files)[order])))
     total = int(edges[-1]) // 2
     seeded = int(np.random.PCG64(np.random.SeedSequence((seed, epoch, 1))).random_raw()) / (1 << 64)  # in [0, 1)
     shift = int(seeded * total) if shares > 1 else 0
@@ -300,7 +287,8 @@ def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
         if start >= end:
             break
         if max(start, begin) < min(stop, end):
-            pieces.append(Piece(int(order[position]), max(begin - start, 0), min(end, stop) - start, stop - start))
+            moved = int(files[order[position]]) - start
+            pieces.append((max(start, begin) + moved, min(stop, end) + moved))
     return pieces
 
 

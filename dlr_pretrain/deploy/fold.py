@@ -120,7 +120,7 @@ def consistency(
     """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to the exported model.
 
     ``exported`` and ``weights`` are its configuration and tensors (see ``deployed``). Both models compute in the run's
-    working dtype. Before folding, the residual is a branch in activation space. Latencies are medians in ms.
+    working dtype. Latencies are medians in ms.
     """
     before = _model(cfg, by_exported_name(cfg, state), device)
     branch_(before, cfg.dlr, state.get(ALPHA))
