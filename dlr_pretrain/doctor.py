@@ -6,8 +6,6 @@ something is wrong. Each check has a time limit, and none stops another. Anythin
 runs in a child process, which can be killed.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

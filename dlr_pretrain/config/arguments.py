@@ -1,7 +1,5 @@
 """The arguments of the commands beside overrides: lists, numbers, and the nearest word for a flag that is unknown."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter

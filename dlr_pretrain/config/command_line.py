@@ -5,8 +5,6 @@
 key gets two, which let Hydra set any key. The composed tree then shows whether the key exists, or which key is nearest.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

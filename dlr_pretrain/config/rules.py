@@ -3,8 +3,6 @@
 The rules of a single backbone or optimizer are in the class of its options.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

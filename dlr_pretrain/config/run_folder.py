@@ -1,7 +1,5 @@
 """What a run directory says of its run: the configuration, the manifest, and the queued job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

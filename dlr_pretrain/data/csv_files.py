@@ -1,7 +1,5 @@
 """CSV and TSV with a header. A quoted field may hold delimiters and line breaks."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from functools import partial

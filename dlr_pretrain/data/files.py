@@ -4,8 +4,6 @@ Local files are opened directly. ``RemoteFile`` reads a remote file through fssp
 repeats a failed request for the missing range. So no row is read twice or left out.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import io

@@ -3,8 +3,6 @@
 A new format is a file with a ``Format``, and a line in ``detect.FORMATS``.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

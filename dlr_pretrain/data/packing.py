@@ -3,8 +3,6 @@
 A row of seq_len + 1 tokens provides both the inputs and the targets of a sequence, so nothing is stored or sent twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

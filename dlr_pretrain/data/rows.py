@@ -4,8 +4,6 @@ A row is a line of JSON, a whole text, a paragraph, or a field of a table. Sever
 reads a part. Text is UTF-8. Bytes that are not UTF-8 become U+FFFD, and a file with more than a few of them is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import replace

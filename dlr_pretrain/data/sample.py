@@ -4,8 +4,6 @@ It is harvested once into a file of JSON lines, named by a hash of the text, and
 trained on it. Both are stored in the user cache under the version of Python, so no installed package changes them.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

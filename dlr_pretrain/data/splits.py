@@ -4,8 +4,6 @@
 decide, because a folder of text often also holds licences, tables, tokenizer files and copies in other formats.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

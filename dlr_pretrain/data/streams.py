@@ -12,8 +12,6 @@ block of texts in memory and tokenises them as they are used.
 Five integers give a stream's position, so it can be resumed, or moved to another rank, exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

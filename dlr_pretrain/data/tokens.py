@@ -16,8 +16,6 @@ The files are int64 [n, 4]: the number of a file, its documents in this shard, t
 stand, and its rows that were left out.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A folder is written under another name and renamed after its check: it is either complete or absent.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pkgutil

@@ -5,8 +5,6 @@ compared with the paper's form, in which the residual is a branch in activation 
 the paper, the report gives perplexity, logit errors and latency.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

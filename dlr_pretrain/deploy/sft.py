@@ -7,8 +7,6 @@ not specify its prompt (here Alpaca's), warm-up (3%), weight decay (0), AdamW's 
 clipping (1.0).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

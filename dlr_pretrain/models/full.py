@@ -1,7 +1,5 @@
 """Dense linear layers: the full-rank LLaMA."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from dlr_pretrain.config.tree import BackboneOptions

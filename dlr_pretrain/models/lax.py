@@ -3,8 +3,6 @@
 The factors have no activation between them. The order of operations is that of the authors' released code.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

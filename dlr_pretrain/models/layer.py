@@ -8,8 +8,6 @@ A backbone is a subclass of ``Layer``, whose formula has two halves: ``latent(x,
 ``expand(z) -> y``. In ``LowRank`` layers z is the vector that B multiplies. A dense layer has only the second half.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

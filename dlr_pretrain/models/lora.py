@@ -1,7 +1,5 @@
 """LoRA from scratch, y = (W0 + s B A) x with frozen W0 (Hu et al., 2022), as a pre-training baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

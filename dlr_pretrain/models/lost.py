@@ -4,8 +4,6 @@ x_I are k fixed input channels. Both branches start from a dense weight W [d_out
 of rank r, I are the largest columns of W - B A, and W_s holds the columns I of W.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Linear low-rank layers, y = B A x."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

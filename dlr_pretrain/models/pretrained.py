@@ -1,7 +1,5 @@
 """Initial weights from a folder (``run.start_from``): an export of this framework, or a plain LLaMA."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SLTrain: a low-rank plus a sparse matrix of fixed random support, y = (s B A + S) x (Han et al., 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -10,8 +10,6 @@ still have an effect (Gupta et al., 2015). The random bits are a function of (se
 generator: they are the same on every rank and device, and after every restart.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The optimizer of a run: masked updates, fp32 masters, residuals (DLR), and a state of named tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run trains on: data, tokenizer and validation set. They are opened and checked before anything else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

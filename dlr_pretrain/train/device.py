@@ -1,7 +1,5 @@
 """The device of a rank: how it is found and prepared, and its memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -16,8 +16,6 @@ Factorised weights are gathered once per micro-batch, and stay until its backwar
 (5.6 GB at 7b), and a second gathering would be a third of the traffic. Dense blocks are gathered for each pass.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """This process as one of the ranks of a job, and agreement between ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager

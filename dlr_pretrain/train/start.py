@@ -1,7 +1,5 @@
 """Where a run starts: at its own newest checkpoint, else from ``run.start_from`` (a run or a folder), or the seed."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One update of the weights from a batch. If the loss or the gradient is not finite, the weights do not change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Files that a crash cannot damage, checked reading of JSON, and locks on folders."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """How a process behaves: it dies with its launcher, stops on request, and shares the CPU's cores."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os
