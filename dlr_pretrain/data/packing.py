@@ -49,12 +49,12 @@ def padded_documents(documents: Tokens, seq_len: int, tokenizer: Tokenizer) -> t
     </s> replaces the last token of a cut document. The position after the inputs is always padding, because nothing
     follows a document.
     """
-    (tokens, starts), pad_id = documents, tokenizer.pad_id
+    tokens, starts = documents
     whole = np.diff(starts, append=len(tokens))
     lengths = np.minimum(whole, seq_len)
-    beyond = np.append(tokens, np.full(seq_len, pad_id, tokens.dtype))
+    beyond = np.append(tokens, np.full(seq_len, tokenizer.pad_id, tokens.dtype))
     rows = sliding_window_view(beyond, seq_len + 1)[starts]
-    rows[np.arange(seq_len + 1) >= lengths[:, None]] = pad_id
+    rows[np.arange(seq_len + 1) >= lengths[:, None]] = tokenizer.pad_id
     rows[whole > seq_len, seq_len - 1] = tokenizer.eos_id
     return rows, lengths.astype(np.int32)
 

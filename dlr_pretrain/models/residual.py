@@ -179,15 +179,11 @@ def _counts(local: Entries) -> tuple[list[int], list[int]]:
 class _Stack:
     """Bs below each other in one tensor, and their values in another, so that one kernel reads or writes them all.
 
-    A shard is a stack of its own, because its memory belongs to FSDP.
+    A shard is a stack of its own, because its memory belongs to FSDP. ``parts`` are weights, values and entries.
     """
 
     def __init__(
-        self,
-        parts: list[tuple[Tensor, Tensor, Entries]],  # weights, values, entries
-        alpha: float,
-        learned: Tensor | None,
-        put_in: Callable,
+        self, parts: list[tuple[Tensor, Tensor, Entries]], alpha: float, learned: Tensor | None, put_in: Callable
     ):
         weights, values, local = zip(*parts, strict=True)
         self.in_place, self.add = weights[0] is values[0], put_in
