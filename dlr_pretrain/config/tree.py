@@ -152,7 +152,6 @@ class Parallel:
 class ValidationText:
     """A further validation set: ``eval.sets.<name>``."""
 
-    shared: ClassVar[Key] = section()
     root: str = key("folder of its tokens or files, or an address", path=True, origin=True)
     source: Literal["tokens", "local"] = key(
         "tokens of scripts/prepare_data.py, or files of text", "tokens", origin=True
