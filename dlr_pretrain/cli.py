@@ -4,8 +4,6 @@ Nothing here imports torch before the configuration is valid, so help and errors
 messages. Under torchrun every failure is also recorded for torchrun's own summary.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

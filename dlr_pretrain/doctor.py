@@ -6,8 +6,6 @@ something is wrong. Each check has a time limit, and none stops another. Anythin
 runs in a child process, which can be killed.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -23,6 +21,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +44,7 @@ from dlr_pretrain.train.micro_batch import planned_memory, resolve_micro_batch
 from dlr_pretrain.train.ranks import Ranks, require_files
 from dlr_pretrain.train.run import Run
 from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.files import SHARED_MEMORY, file_system, new_pool, read_metrics, require_durable
+from dlr_pretrain.util.files import SHARED_MEMORY, file_system, nearest_folder, new_pool, read_metrics, require_durable
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.secrets import redact
 from dlr_pretrain.util.text import fill, plural
@@ -165,11 +164,7 @@ def limits() -> str:
     require_files(world)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{soft:,} of {hard:,} open files"
-    if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK):
-        raise UserError(
-            f"{text}; {SHARED_MEMORY} cannot be written, and workers need it. Start the container with one that can be "
-            "written, such as docker's --shm-size=8g"
-        )
+    new_pool(ThreadPool, 1).terminate()  # raises UserError without shared memory that can be written
     if world > here and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = socket.gethostname()
         address = socket.gethostbyname(name)
@@ -213,7 +208,7 @@ def network(cfg: Config) -> str:
 
 def disk(cfg: Config, planned: dict[str, int]) -> str:
     """The free space of the run's disk, compared with what the run keeps. Its file system must keep what is saved."""
-    place = _existing(Path(str(cfg.run.dir)))
+    place = nearest_folder(Path(str(cfg.run.dir)))
     require_durable(place)
     held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
@@ -221,11 +216,6 @@ def disk(cfg: Config, planned: dict[str, int]) -> str:
     if free + held < planned["run"]:
         raise UserError(f"{text}. Set run.root to another disk, or keep less (checkpoint.keep_last, keep_every)")
     return f"{text}, each checkpoint {planned['checkpoint'] / 1e9:.2g} GB"
-
-
-def _existing(path: Path) -> Path:
-    """``path``, or the nearest folder above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -295,7 +285,7 @@ class RankChecks:
         if not all(ranks.gather(corpus is not None)) or corpus is None:
             raise UserWarning("not checked: it needs the text of the run")
         ranks.use_device()
-        parent = _existing(Path(str(self.cfg.run.dir)).absolute().parent)
+        parent = nearest_folder(Path(str(self.cfg.run.dir)).absolute().parent)
         temporary = partial(tempfile.TemporaryDirectory, prefix=".doctor_", dir=parent, ignore_cleanup_errors=True)
         with ExitStack() as opened:
             scratch = Path(ranks.on_main(lambda: opened.enter_context(temporary())))

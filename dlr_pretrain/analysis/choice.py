@@ -8,8 +8,6 @@ best: one half of the validation text (A) chooses the rate, by the mean over the
 The other half (B) is reported: of further seeds at the chosen rate if there are any, else of the same seeds.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Each group has one colour in all figures of a scale, and a dashed line has DLR.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import textwrap

@@ -18,8 +18,6 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
                       which a GPU waits for others, on top of hours; null in fp32
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace

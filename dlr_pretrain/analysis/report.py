@@ -1,7 +1,5 @@
 """Reports of one run or of many, as Markdown and as an HTML page that needs neither server nor network."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

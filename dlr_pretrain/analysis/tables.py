@@ -1,7 +1,5 @@
 """Tables: their formats, and those of a report. Cells are text; a missing value shows as –."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The arguments of the commands beside overrides: lists, numbers, and the nearest word for a flag that is unknown."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
@@ -25,14 +23,8 @@ class Parser(ArgumentParser):
     lists: tuple[str, ...] = ()  # flags of these arguments
     words: list[str]  # as typed
 
-    def __init__(
-        self, prog: str | None = None, usage: str | None = None, description: str | None = None,
-        epilog: str | None = None, keys: Collection[str] = (), argument_default: Any = None,
-    ):  # fmt: skip
-        form = RawDescriptionHelpFormatter
-        super().__init__(
-            prog, usage, description, epilog, [], form, argument_default=argument_default, allow_abbrev=False
-        )
+    def __init__(self, *about: Any, keys: Collection[str] = (), **settings: Any):
+        super().__init__(*about, **settings | {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False})
         self.keys = keys
 
     @property

@@ -5,8 +5,6 @@
 key gets two, which let Hydra set any key. The composed tree then shows whether the key exists, or which key is nearest.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
@@ -202,17 +200,13 @@ def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float, *, _ro
     return max(1, rank - -(-extra // sum(map(sum, shapes))))
 
 
-def register() -> None:
-    """Register the defaults of all keys as ``base_train``, and the resolvers."""
-    store = ConfigStore.instance()
-    keys = {name: keys_of(section) for name, section in SECTIONS.items() if name not in OPEN_GROUPS}
-    sections = {name: {leaf: key.default for leaf, key in leaves} for name, leaves in keys.items()}
-    store.store(name="base_train", node={name: key.default for name, key in ROOT.items()} | sections)
-    for resolver in (by_scale, times, lost_rank):
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-
-
-register()
+for resolver in (by_scale, times, lost_rank):
+    OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+defaults = {name: key.default for name, key in ROOT.items()} | {
+    name: {leaf: key.default for leaf, key in keys_of(declared)}
+    for name, declared in SECTIONS.items() if name not in OPEN_GROUPS
+}  # fmt: skip
+ConfigStore.instance().store(name="base_train", node=defaults)
 
 
 def session() -> AbstractContextManager:

@@ -1,7 +1,5 @@
 """What makes two runs the same run: the keys that affect its mathematics, and the name that follows from them."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Problems of a configuration, with messages that say how to fix them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher

@@ -3,8 +3,6 @@
 The rules of a single backbone or optimizer are in the class of its options.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os
@@ -16,22 +14,14 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from dlr_pretrain.config import tree
 from dlr_pretrain.config.key import ON_THE_HUB, Key
 from dlr_pretrain.config.problems import MISSING, Problem, as_typed
-from dlr_pretrain.config.tree import (
-    DEFAULT_STREAMS,
-    OPEN_GROUPS,
-    TRITON_BLOCK,
-    TRITON_HEADS,
-    TRITON_POSITIONS,
-    Config,
-    largest_divisor,
-)
+from dlr_pretrain.config.run_folder import holds_weights
+from dlr_pretrain.config.tree import OPEN_GROUPS, Config, largest_divisor
 from dlr_pretrain.config.values import all_keys, flatten, to_dict
 from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
@@ -54,8 +44,8 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
 def unused(cfg: Config, given: Collection[str]) -> Iterator[Problem]:
     """Yields a problem for each key in ``given``, the keys of a command line, that this run would ignore."""
-    tree = to_dict(cfg)
-    keys, values = all_keys(tree), flatten(tree)
+    written = to_dict(cfg)
+    keys, values = all_keys(written), flatten(written)
     for name in sorted(keys.keys() & set(given)):  # the other words choose options
         if why := next(_reasons(name, keys[name], cfg, values, given), None):
             yield Problem(name, values[name], f"would be ignored: {why}", "Leave it out")
@@ -112,13 +102,13 @@ def _model(cfg: Config) -> Iterator[Problem]:
 def _attention(cfg: Config) -> Iterator[Problem]:
     if cfg.attention != "triton":
         return
-    width, length = cfg.scale.head_width, cfg.train.seq_len
-    if width not in TRITON_HEADS or cfg.scale.kv_heads != cfg.scale.num_heads:
-        rule = f"needs heads of width {', '.join(map(str, TRITON_HEADS))}, as many of k and v as of q; those of "
+    width, length, longest = cfg.scale.head_width, cfg.train.seq_len, tree.TRITON_POSITIONS
+    if width not in tree.TRITON_HEADS or cfg.scale.kv_heads != cfg.scale.num_heads:
+        rule = f"needs heads of width {', '.join(map(str, tree.TRITON_HEADS))}, as many of k and v as of q; those of "
         rule += f"scale={cfg.scale.name} have {width} ({cfg.scale.num_heads} of q, {cfg.scale.kv_heads} of k)"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another scale.num_heads")
-    if length % TRITON_BLOCK or length > TRITON_POSITIONS:
-        rule = f"needs a multiple of {TRITON_BLOCK} up to {TRITON_POSITIONS} as train.seq_len, which is {length}"
+    if length % tree.TRITON_BLOCK or length > longest:
+        rule = f"needs a multiple of {tree.TRITON_BLOCK} up to {longest} as train.seq_len, which is {length}"
         yield Problem("attention", "triton", rule, "Use attention=sdpa, or another train.seq_len")
     if cfg.precision.name == "fp32":
         yield Problem("attention", "triton", "multiplies in bf16, not in fp32", "Use attention=sdpa")
@@ -142,8 +132,7 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
 
 def _starts_from_weights(cfg: Config) -> bool:
     """Whether ``run.start_from`` is a folder of weights. (A checkpoint, in contrast, holds B without the residual.)"""
-    folder = cfg.run.start_from
-    return folder is not None and any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
+    return cfg.run.start_from is not None and holds_weights(Path(cfg.run.start_from))
 
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
@@ -151,14 +140,14 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     share, shards = batch // world_size, cfg.shards(world_size)
 
     def fitting(share: int) -> int:
-        return world_size * largest_divisor(share, max(1, DEFAULT_STREAMS // world_size))
+        return world_size * largest_divisor(share, max(1, tree.DEFAULT_STREAMS // world_size))
 
     if world_size % shards:
         fix = f"Try {largest_divisor(world_size, shards)}, or start {-(-world_size // shards) * shards} ranks"
         yield Problem("parallel.shards", shards, f"must divide the {world_size} ranks", fix)
     if batch % world_size:
         rule, fix = f"must be a multiple of the {world_size} ranks", f"Try {(share + 1) * world_size}"
-        fix += f" data.streams={fitting(share + 1)}" if DEFAULT_STREAMS % world_size else ""
+        fix += f" data.streams={fitting(share + 1)}" if tree.DEFAULT_STREAMS % world_size else ""
         yield Problem("train.global_batch", batch, rule, fix)
     elif batch % streams:
         fix = f"Try {largest_divisor(batch, streams)}"

@@ -1,7 +1,5 @@
 """What a run directory says of its run: the configuration, the manifest, and the queued job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml
@@ -13,6 +11,7 @@ JOB = "job.json"  # in a run directory: the job that was queued last
 JOB_SHAPE: Shape = {"time": NUMBER, "job": str, "log": str}
 CHECKPOINT: Shape = {"format": int, "state": {"step": int}, "files": dict}  # of a checkpoint's JSON file
 MANIFEST = "manifest.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model for transformers
 RECORD: Shape = {
     "identity": dict, "saved?": int, "started_from?": {"step": int}, "micro_batch?": {"*": int},
     "starts": [{"time": str, "command": [str], "world_size": int, "device": str, "files?": {"*": str}}],
@@ -32,6 +31,10 @@ def require_run_folder(run_dir: Path, cache: str | None = None) -> None:
     checkpoints = run_dir.glob("checkpoints/step_*/checkpoint.json")  # other trainers name their folders so, too
     ours = bool(read_record(run_dir)) or any(fits(path, CHECKPOINT) for path in checkpoints)
     refuse_foreign(run_dir, "run.dir", "run", ours, expected)
+
+
+def holds_weights(folder: Path) -> bool:
+    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
 
 
 def exported_folder(folder: Path) -> Path:

@@ -25,6 +25,8 @@ DEFAULT_STREAMS = 64  # document streams of the data order, if data.streams is n
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
 FILES = {"data.source": "local"}  # of keys that are read if the text is in files
 ANY_FILES = {"data.source": ("local", "mix")}  # the same, also if a mixture reads files
+count = partial(key, ge=1, le=HUGE)
+changing = partial(key, changes=True)  # of keys that may change on resume
 of_files, of_any_files = partial(key, origin=True, read_if=FILES), partial(key, origin=True, read_if=ANY_FILES)
 TOKENISED = {"data.source": ("local", "sample", "mix")}  # of keys that are read unless the text is tokens already
 COSINE = {"optimizer.schedule": "cosine"}  # of keys that are read unless the optimizer has its own schedule
@@ -90,10 +92,10 @@ class Scale:
     shared: ClassVar[Key] = section(binds="weights")
     name: str = key("name of the scale", fixed=True)
     source: str | None = key("what scale.from names, if it was given", None, fixed=True, changes=True)
-    hidden_size: int = key("width of the residual stream", ge=1, le=HUGE)
-    intermediate_size: int = key("width of the SwiGLU", ge=1, le=HUGE)
-    num_heads: int = key("attention heads", ge=1, le=HUGE)
-    num_kv_heads: int | None = key("heads of k and v, which those of q share; null: num_heads", None, ge=1, le=HUGE)
+    hidden_size: int = count("width of the residual stream")
+    intermediate_size: int = count("width of the SwiGLU")
+    num_heads: int = count("attention heads")
+    num_kv_heads: int | None = count("heads of k and v, which those of q share; null: num_heads", None)
     head_dim: int | None = key("width of a head; null: hidden_size / num_heads", None, ge=2, le=HUGE)
     num_layers: int = key("transformer blocks", ge=1, le=10_000)
     rank: int = key("rank of the low-rank factors", ge=1)
@@ -101,12 +103,10 @@ class Scale:
     rope_theta: float = key("base of the rotary embeddings", 10_000.0, gt=1)
     norm_eps: float = key("epsilon of the RMSNorms", 1e-6, gt=0, lt=1)
     tie_embeddings: bool = key("the head multiplies by the embedding, and has no weight of its own", False)
-    micro_batch: int = key(
+    micro_batch: int = count(
         "the paper's sequences per GPU, used by train.micro_batch=null, and by auto without a GPU",
         changes=True,
         read_if={"train.micro_batch": (None, "auto")},
-        ge=1,
-        le=HUGE,
     )
 
     @property
@@ -148,12 +148,8 @@ class Precision:
 class Parallel:
     shared: ClassVar[Key] = section(changes=True)
     name: Literal["ddp", "fsdp", "hsdp"] = key("replicated or sharded state, or both", fixed=True)
-    shards: int | None = key(
-        "ranks that hold one sharded copy under hsdp; null: those of a node",
-        None,
-        read_if={"parallel.name": "hsdp"},
-        ge=1,
-        le=HUGE,
+    shards: int | None = count(
+        "ranks that hold one sharded copy under hsdp; null: those of a node", None, read_if={"parallel.name": "hsdp"}
     )
 
 
@@ -161,7 +157,6 @@ class Parallel:
 class ValidationText:
     """A further validation set: ``eval.sets.<name>``."""
 
-    shared: ClassVar[Key] = section()
     root: str = key("folder of its tokens or files, or an address", path=True, origin=True)
     source: Literal["tokens", "local"] = key(
         "tokens of scripts/prepare_data.py, or files of text", "tokens", origin=True
@@ -186,9 +181,7 @@ class Data:
     sources: dict[str, MixedText] = key(  # noqa: RUF009
         "the texts of a mixture: data.sources.web={root: tokens/web, weight: 0.7}", {}, read_if={"data.source": "mix"}
     )
-    revision: str | None = key(
-        "on the hub: a commit, tag or branch; null: the newest commit at the start", None, changes=True
-    )
+    revision: str | None = changing("on the hub: a commit, tag or branch; null: the newest commit at the start", None)
     cache: str | None = key(
         "folder for copies of remote shards, and for the tokens of text that is not streamed; null: in ~/.cache",
         None,
@@ -220,7 +213,7 @@ class Data:
     special_tokens: Literal["text", "tokens"] = of_files(
         "special tokens of a tokenizer.json in a text, such as those of chats: ordinary characters, or tokens", "text"
     )
-    streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1, le=HUGE)
+    streams: int | None = count("document streams, shared by the ranks; null: gcd(global_batch, 64)", None)
     seed: int = key("seed of the order of documents, and of nothing else", 42, ge=0, le=2**32 - 1)
     packing: Literal["packed", "pad"] = key("joined documents, or one truncated document per sequence", "packed")
     mask_documents: bool = key(
@@ -264,35 +257,25 @@ class Train:
     lr_decay_steps: int | None = key(
         "steps of decay at the end; null: all after the warm-up; 0: none", None, read_if=COSINE, ge=0
     )
-    global_batch: int = key("sequences per step, over all ranks", 512, binds="position", ge=1, le=HUGE)
-    micro_batch: int | Literal["auto"] | None = key(
+    global_batch: int = count("sequences per step, over all ranks", 512, binds="position")
+    micro_batch: int | Literal["auto"] | None = count(
         "sequences that a rank processes at once; auto: as many as fit on its GPU; null: by scale.micro_batch",
         "auto",
         changes=True,
-        ge=1,
-        le=HUGE,
     )
     seq_len: int = key("positions per sequence", 256, binds="position", evaluates=True, ge=2, le=HUGE)
     clip: float | None = key("maximum of the gradient's global norm; null: none", 0.5, gt=0)
-    activation_checkpointing: Literal["none", "latent", "block"] = key(
-        "what a block keeps: all activations, its input and latents, or its input", "none", changes=True
+    activation_checkpointing: Literal["none", "latent", "block"] = changing(
+        "what a block keeps: all activations, its input and latents, or its input", "none"
     )
-    stop_after: int | None = key(
-        "stop and save after this step; the schedule spans train.steps", None, changes=True, ge=1
-    )
-    on_nonfinite: Literal["stop", "skip"] = key(
-        "a step that is not finite ends the run, or is skipped", "stop", changes=True
-    )
-    max_skipped: int = key(
-        "steps that may be skipped in a row", 10, changes=True, read_if={"train.on_nonfinite": "skip"}, ge=1
-    )
+    stop_after: int | None = changing("stop and save after this step; the schedule spans train.steps", None, ge=1)
+    on_nonfinite: Literal["stop", "skip"] = changing("a step that is not finite ends the run, or is skipped", "stop")
+    max_skipped: int = changing("steps that may be skipped in a row", 10, read_if={"train.on_nonfinite": "skip"}, ge=1)
 
 
 @dataclass
 class Eval:
-    every: int = key(
-        "steps between evaluations; train.steps or more: only the last step is evaluated", 1000, changes=True, ge=1
-    )
+    every: int = changing("steps between evaluations; train.steps or more: only the last step is evaluated", 1000, ge=1)
     tokens: int = key(
         "real tokens of validation text; all of it, if there are fewer. The last padded document is whole",
         10_000_000,
@@ -344,18 +327,18 @@ class Profile:
 
 @dataclass
 class Run:
-    root: str = key("folder of the runs", "runs", path=True, changes=True)
-    dir: str | None = key(
-        "the run directory; null: <root>/<name of its options, seed and other overrides>", None, path=True, changes=True
+    root: str = changing("folder of the runs", "runs", path=True)
+    dir: str | None = changing(
+        "the run directory; null: <root>/<name of its options, seed and other overrides>", None, path=True
     )
-    timeout_minutes: float | None = key(
-        "minutes without progress that end a run; null: never", 10.0, changes=True, gt=0, le=100_000
+    timeout_minutes: float | None = changing(
+        "minutes without progress that end a run; null: never", 10.0, gt=0, le=100_000
     )
     start_from: str | None = key(
         "run, checkpoint or folder of weights to start from; null: drawn from the seed", None, path=True
     )
     start_optimizer: bool = key("with start_from: also load moments, step and position in the data", False)
-    push: str | None = key("owner/name on the hub to push the folded model to, private if new", None, changes=True)
+    push: str | None = changing("owner/name on the hub to push the folded model to, private if new", None)
 
 
 @dataclass
@@ -378,15 +361,14 @@ class Config:
     profile: Profile
     run: Run
     seed: int = key("seed of initialisation, and of the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
-    device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto", changes=True)
-    compile: bool | Literal["max-autotune"] = key(
-        "torch.compile, block by block; max-autotune: tries more kernels", True, changes=True
+    device: Literal["auto", "cpu", "cuda"] = changing("where to train", "auto")
+    compile: bool | Literal["max-autotune"] = changing(
+        "torch.compile, block by block; max-autotune: tries more kernels", True
     )
-    attention: Literal["auto", "sdpa", "triton"] = key(
+    attention: Literal["auto", "sdpa", "triton"] = changing(
         "rotary embedding, then torch's attention (sdpa), or our kernel for both and document masks (triton); "
         "auto: sdpa, until both are timed",
         "auto",
-        changes=True,
     )
     cuda_graphs: bool = key(
         "on a GPU, record a compiled micro-batch once and replay it as a CUDA graph",

@@ -1,7 +1,5 @@
 """Reads a composed or a written mapping into a checked ``Config``, and writes a ``Config`` as a mapping."""
 
-from __future__ import annotations
-
 import dataclasses
 import pkgutil
 from collections.abc import Collection, Mapping, Sequence

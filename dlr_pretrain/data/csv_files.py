@@ -1,7 +1,5 @@
 """CSV and TSV with a header. A quoted field may hold delimiters and line breaks."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from functools import partial
@@ -37,11 +35,6 @@ def _texts(opened: Opened, delimiter: str) -> Iterator[bytes | None]:
         raise ValueError(f"line {records.line_num}: {error}") from error
 
 
-CSV = Format(
-    "CSV",
-    (".csv",),
-    partial(_texts, delimiter=","),
-    cut="nowhere",
-    without_text="it has not as many fields as the header",
-)
-TSV = Format("TSV", (".tsv",), partial(_texts, delimiter="\t"), cut="nowhere", without_text=CSV.without_text)
+UNEQUAL = "it has not as many fields as the header"
+CSV = Format("CSV", (".csv",), partial(_texts, delimiter=","), cut="nowhere", without_text=UNEQUAL)
+TSV = Format("TSV", (".tsv",), partial(_texts, delimiter="\t"), cut="nowhere", without_text=UNEQUAL)

@@ -3,8 +3,6 @@
 The first bytes are checked before a file is read, because downloads and editors put other content under valid names.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -4,8 +4,6 @@ Local files are opened directly. ``RemoteFile`` reads a remote file through fssp
 repeats a failed request for the missing range. So no row is read twice or left out.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import io
@@ -14,10 +12,9 @@ import os
 import random
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
@@ -41,7 +38,6 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled e
 FINAL_STATUSES = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
 OPEN_GATE = "Accept its terms on its page at huggingface.co, and set HF_TOKEN to a token of that account"
-DRAFT_EXPIRY_SECONDS = 86_400.0  # an older draft is left over from a process that was killed
 HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@(refs/(?:convert/\w+|pr/\d+)|[^/]+))?(/.*|$)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
@@ -183,8 +179,7 @@ def with_versions(files: list[File]) -> list[File]:
     def ask(file: File) -> File:
         if file.is_local or HUB_FILE.fullmatch(file.address):
             return file
-        entry = retry(partial(_info, file), file.address)
-        return replace(file, size=entry.get("size"), changed=_version(entry))
+        return retry(partial(_as_served, file), file.address)
 
     with new_pool(ThreadPool, ASKING_THREADS) as pool:
         answers = pool.map(ask, files)
@@ -198,8 +193,7 @@ def require_same_version(file: File) -> None:
     """Raise UserError if the server of a file has another version than ``with_versions`` has found."""
     if not file.changed:
         return
-    entry = _info(file)
-    now = replace(file, size=entry.get("size"), changed=_version(entry))
+    now = _as_served(file)
     if now.changed and now.version() != file.version():
         versions = f"{file.version()} when it was opened for this run, {now.version()} now"
         raise UserError(
@@ -209,11 +203,13 @@ def require_same_version(file: File) -> None:
         )
 
 
-def _info(file: File) -> dict[str, Any]:
-    """What the server of a remote file reports about it."""
+def _as_served(file: File) -> File:
+    """A remote file with the size and the version that its server reports; the version is empty if it reports none."""
     system, path = _file_system(file.address)
     with _reaching():
-        return system.info(path)
+        entry = system.info(path)
+    version = next((f"{name} {entry[name]}" for name in VERSIONS if entry.get(name)), "")
+    return replace(file, size=entry.get("size"), changed=version)
 
 
 @contextmanager
@@ -227,11 +223,6 @@ def _reaching() -> Iterator[None]:
         if cause is not None and (busy or isinstance(cause, OSError)) and not isinstance(cause, FileNotFoundError):
             raise cause from None
         raise
-
-
-def _version(entry: dict[str, Any]) -> str:
-    """A server's name for the version of a file, from what it reports about the file; empty if it has none."""
-    return next((f"{name} {entry[name]}" for name in VERSIONS if entry.get(name)), "")
 
 
 def _file_system(address: str) -> tuple[Any, str]:
@@ -287,7 +278,7 @@ def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     # A DNS look-up has no time-out, and a process does not wait for this pool's threads when it ends.
     pool = new_pool(ThreadPool, 1)
     try:
-        with _noting_silence(name), pool:
+        with pool:
             return _retried(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, seconds=0.0)
     except Exception as error:  # the types differ between versions of the client
         raise hub_error(name, error, fix) from error
@@ -304,8 +295,7 @@ def hub_error(name: str, error: Exception, fix: str) -> UserError:
 def retry(ask: Callable[[], T], name: str) -> T:
     """The answer of ``ask``, with retries. Raises UserError, which names the address, if it fails for good."""
     try:
-        with _noting_silence(name):
-            return _retried(ask, name, RETRY_SECONDS)
+        return _retried(ask, name, RETRY_SECONDS)
     except UserError:
         raise
     except Exception as error:  # socket errors are OSErrors as well, but do not concern a disk
@@ -315,33 +305,30 @@ def retry(ask: Callable[[], T], name: str) -> T:
         raise UserError(f"{name}: cannot be read: {said[:400]}. The same command continues once it answers") from error
 
 
-def _noting_silence(name: str) -> AbstractContextManager[None]:
-    return noting_silence(f"no answer from {name}", FIRST_NOTE_SECONDS, NOTE_SECONDS)
-
-
 def _retried(ask: Callable[[], T], name: str, seconds: float) -> T:
     """The answer of ``ask``, which is repeated after temporary errors for up to ``seconds`` seconds.
 
     A server that answers with an error is retried for RETRY_SECONDS: many jobs may start together and keep it busy.
     """
     since, wait = time.monotonic(), FIRST_WAIT_SECONDS
-    while True:
-        try:
-            return ask()
-        except (FileNotFoundError, PermissionError, UserError):
-            raise
-        except Exception as error:  # the types differ between file systems
-            answer = getattr(error, "response", error)
-            status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
-            allowed = seconds if status is None else RETRY_SECONDS
-            final = status in FINAL_STATUSES or type(error).__name__ in FINAL_ERRORS
-            if final or time.monotonic() - since >= allowed:
+    with noting_silence(f"no answer from {name}", FIRST_NOTE_SECONDS, NOTE_SECONDS):
+        while True:
+            try:
+                return ask()
+            except (FileNotFoundError, PermissionError, UserError):
                 raise
-            asked = str((getattr(answer, "headers", None) or {}).get("Retry-After", ""))
-            pause = max(wait * _jitter.uniform(0.5, 1.5), float(asked) if asked.isdigit() else 0.0)
-            log.info("%s: %s; retrying in %.1f s", name, first_line(error), pause)
-            time.sleep(pause)
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            except Exception as error:  # the types differ between file systems
+                answer = getattr(error, "response", error)
+                status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
+                allowed = seconds if status is None else RETRY_SECONDS
+                final = status in FINAL_STATUSES or type(error).__name__ in FINAL_ERRORS
+                if final or time.monotonic() - since >= allowed:
+                    raise
+                asked = str((getattr(answer, "headers", None) or {}).get("Retry-After", ""))
+                pause = max(wait * _jitter.uniform(0.5, 1.5), float(asked) if asked.isdigit() else 0.0)
+                log.info("%s: %s; retrying in %.1f s", name, first_line(error), pause)
+                time.sleep(pause)
+                wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
 
 class RemoteFile(AbstractBufferedFile):
@@ -393,21 +380,6 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
         return system.cat_file(path)
 
     return io.BytesIO(retry(fetch, file.address))
-
-
-@contextmanager
-def created_atomically(folder: Path) -> Iterator[Path]:
-    """A draft of a new folder, which becomes ``folder`` once it is complete, unless another process was faster."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(".draft-*"):
-        with suppress(OSError):
-            if time.time() - old.stat().st_mtime > DRAFT_EXPIRY_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as drafts:
-        (draft := Path(drafts, folder.name)).mkdir()
-        yield draft
-        with suppress(OSError):  # another process was faster
-            draft.rename(folder)
 
 
 def _cached(file: File, path: Path) -> BinaryIO:

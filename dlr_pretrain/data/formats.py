@@ -3,8 +3,6 @@
 A new format is a file with a ``Format``, and a line in ``detect.FORMATS``.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +19,6 @@ Head = tuple[tuple[bytes, ...], str, str]  # how a file may begin, what it then 
 
 class NoText(ValueError):
     """A row without text: the rule that it breaks, and the fix."""
-
-    def __init__(self, rule: str, fix: str):
-        super().__init__(rule)
-        self.rule, self.fix = rule, fix
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data.mixture import Mixture, divided, mixed_rows
 from dlr_pretrain.data.packing import TokenRow, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.sources import Source, TextSource, open_validation
-from dlr_pretrain.data.streams import DocumentStream, Position, token_dtype
+from dlr_pretrain.data.streams import Position, Share, Tokens, endless, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
@@ -137,15 +137,6 @@ def _read_first_rows(rows: dict[int, Iterator[TokenRow]], closed: threading.Even
             raise
 
 
-def _rows_of_streams(
-    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, list[int]], closed: threading.Event
-) -> dict[int, Iterator[TokenRow]]:
-    """The rows of each stream from its position on. The first row of each has been read."""
-    rows = {v: _rows_of_stream(cfg, source, tokenizer, v, position) for v, position in positions.items()}
-    _read_first_rows(rows, closed)
-    return rows
-
-
 def _rows_of_stream(
     cfg: Config, source: Source, tokenizer: Tokenizer, v: int, position: Sequence[int]
 ) -> Iterator[TokenRow]:
@@ -155,19 +146,19 @@ def _rows_of_stream(
         places = zip(source.sources.values(), divided(position, len(source.sources))[1], strict=True)
         rows = [_rows_of_stream(cfg, one, tokenizer, v, place) for one, place in places]
         return mixed_rows(source, rows, position, seed, v, streams)
-    if cfg.data.packing == "packed":
-        chunks = DocumentStream(source, tokenizer, seed, v, streams, True).chunks(Position(*position))
-        return packed_rows(chunks, Position(*position), seq_len)
-    tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
-    chunks = DocumentStream(source, tokenizer, seed, v, streams, False).chunks(Position(*position))
-    return padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
+    start, packed = Position(*position), cfg.data.packing == "packed"
+    if not packed:
+        tokenizer = tokenizer.beginnings(seq_len + 1)  # the token after a row shows that the document is cut
+    chunks = endless(source, tokenizer, Share(seed, v, start.epoch, streams, packed), start)
+    return packed_rows(chunks, start, seq_len) if packed else padded_rows(chunks, seq_len, tokenizer)
 
 
 def _batches(
     cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, list[int]], closed: threading.Event
 ) -> Iterator[Batch]:
     """Yields batches of equally many rows from each stream, from ``positions`` on."""
-    rows = _rows_of_streams(cfg, source, tokenizer, positions, closed)
+    rows = {v: _rows_of_stream(cfg, source, tokenizer, v, position) for v, position in positions.items()}
+    _read_first_rows(rows, closed)
     seq_len, streams, each = cfg.train.seq_len, list(rows), cfg.train.global_batch // cfg.num_streams
     separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
@@ -222,7 +213,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         tokens, starts, count = tokens[: ends[last]], starts[: last + 1], int(real[last])
         if not pad and count > wanted:
             tokens, count = tokens[: wanted - count], wanted
-        parts.append(padded_documents(tokens, starts, seq_len, tokenizer.pad_id, tokenizer.eos_id) if pad else tokens)
+        parts.append(padded_documents(Tokens(tokens, starts), seq_len, tokenizer) if pad else tokens)
         has_text = has_text or len(tokens) > len(starts)
         if count >= wanted:
             break

@@ -3,15 +3,14 @@
 A row of seq_len + 1 tokens provides both the inputs and the targets of a sequence, so nothing is stored or sent twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dlr_pretrain.data.streams import Chunk, Position
+from dlr_pretrain.data.streams import Chunk, Position, Tokens
+from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.tensors import IGNORE
 
 # A padded row [seq_len + 1], the number of its tokens without padding, and the stream's position after it.
@@ -44,27 +43,26 @@ def separated(
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 
-def padded_documents(
-    tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int
-) -> tuple[np.ndarray, np.ndarray]:
+def padded_documents(documents: Tokens, seq_len: int, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Rows [n, seq_len + 1] and their lengths, int32 [n]: one document per row, padded or cut to ``seq_len`` tokens.
 
-    ``tokens`` [total] are the joined documents, each with its </s>, which begin at ``starts`` [n]. </s> replaces the
-    last token of a cut document. The position after the inputs is always padding, because nothing follows a document.
+    </s> replaces the last token of a cut document. The position after the inputs is always padding, because nothing
+    follows a document.
     """
+    tokens, starts = documents
     whole = np.diff(starts, append=len(tokens))
     lengths = np.minimum(whole, seq_len)
-    beyond = np.append(tokens, np.full(seq_len, pad_id, tokens.dtype))
+    beyond = np.append(tokens, np.full(seq_len, tokenizer.pad_id, tokens.dtype))
     rows = sliding_window_view(beyond, seq_len + 1)[starts]
-    rows[np.arange(seq_len + 1) >= lengths[:, None]] = pad_id
-    rows[whole > seq_len, seq_len - 1] = eos_id
+    rows[np.arange(seq_len + 1) >= lengths[:, None]] = tokenizer.pad_id
+    rows[whole > seq_len, seq_len - 1] = tokenizer.eos_id
     return rows, lengths.astype(np.int32)
 
 
-def padded_rows(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[TokenRow]:
+def padded_rows(chunks: Iterator[Chunk], seq_len: int, tokenizer: Tokenizer) -> Iterator[TokenRow]:
     """Yields the documents of the chunks, one per row."""
     for position, chunk in chunks:
-        rows, lengths = padded_documents(*chunk, seq_len, pad_id, eos_id)
+        rows, lengths = padded_documents(chunk, seq_len, tokenizer)
         for done, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True), position.document + 1):
             yield row, length, position._replace(document=done, token=0)
 

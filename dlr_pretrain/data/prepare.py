@@ -71,8 +71,8 @@ def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers:
     """
     again = "Start again: finished shards are kept"
     try:
-        with locked(output) as held:
-            yield from _tokenise(source, tokenizer, output, workers, held.alone)
+        with locked(output) as alone:
+            yield from _tokenise(source, tokenizer, output, workers, alone)
     except OSError as error:
         raise UserError(f"{file_error(error)}. {again}") from error
     except BrokenProcessPool as error:
@@ -238,17 +238,11 @@ def _claim(output: Path, manifest: dict) -> None:
         refuse_foreign(output, "--output", "tokens", ours=False)
         write_durably(path, json.dumps(manifest, indent=1))
     there = tokens.read_manifest(output)
-    if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
+    if any(there[name] != manifest[name] for name in ("source", "tokenizer", "shards")):
         raise UserError(
             output,
             f"holds the tokens of another source or tokenizer ({there['made_from']})",
             "Name another folder, or delete this one",
-        )
-    if there["format"] != tokens.FORMAT or there["shards"] != manifest["shards"]:
-        raise UserError(
-            output,
-            "holds tokens of an older version, which this version reads but does not continue",
-            "If it is finished, train with data=tokens; else name a new folder",
         )
 
 
@@ -361,12 +355,12 @@ def _tokens_of(
 def _made(source: TextSource, tokenizer: Tokenizer, folder: Path, size: int, say: Callable[[str], None]) -> TokenSource:
     """The tokens of a text, made in a folder of the cache by this process or by another one that is at it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, lambda holder: say(f"waiting for {holder}, which tokenises this text into {folder}")) as held:
+    with locked(folder, lambda holder: say(f"waiting for {holder}, which tokenises this text into {folder}")) as alone:
         if (made := _cached_tokens(folder, size)) is not None:
             return made
         workers, shards = cores(), len(plan(source))
         say(f"tokenising the text {_cost(size, tokenizer, workers, folder)} once, into {folder}")
-        work = _tokenise(source, tokenizer, folder, workers, held.alone)
+        work = _tokenise(source, tokenizer, folder, workers, alone)
         for _ in tqdm(work, total=shards, unit=" shards", disable=None):
             pass
     return TokenSource(folder, OTHER_CACHE)

@@ -4,8 +4,6 @@ A row is a line of JSON, a whole text, a paragraph, or a field of a table. Sever
 reads a part. Text is UTF-8. Bytes that are not UTF-8 become U+FFFD, and a file with more than a few of them is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -50,7 +48,8 @@ class Row(NamedTuple):
             try:
                 text = self.format.parse(self.content, self.data.text_key)
             except NoText as error:
-                raise UserError(f"{self.where()} {error.rule}. {error.fix}") from error
+                rule, fix = error.args
+                raise UserError(f"{self.where()} {rule}. {fix}") from error
         if isinstance(text, str):
             return text
         rule, fix = f"it is of type {type(text).__name__}", OR_SKIP

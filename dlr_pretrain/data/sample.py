@@ -4,8 +4,6 @@ It is harvested once into a file of JSON lines, named by a hash of the text, and
 trained on it. Both are stored in the user cache under the version of Python, so no installed package changes them.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
@@ -13,7 +11,6 @@ import io
 import json
 import platform
 import re
-import shutil
 import sysconfig
 import warnings
 from bisect import bisect
@@ -22,10 +19,9 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from dlr_pretrain.data.files import created_atomically
 from dlr_pretrain.data.tokenizer import valid_text
 from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.files import user_cache
+from dlr_pretrain.util.files import locked, user_cache, write_durably
 from dlr_pretrain.util.process import cores
 
 VERSION = 4  # of the harvest
@@ -48,7 +44,11 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
     cache = root or user_cache() / "sample"
     this_python = f"python-{platform.python_version()}-{VERSION}"
     folder = cache / (name or this_python)
-    if (folder / TOKENIZER_FILE).is_file() and any(folder.glob("text-*.jsonl")):
+
+    def is_whole() -> bool:
+        return (folder / TOKENIZER_FILE).is_file() and any(folder.glob("text-*.jsonl"))
+
+    if is_whole():
         return folder
     if folder.name != this_python:
         raise UserError(
@@ -56,13 +56,13 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
             f"this run reads the sample {folder.name}, which is not in {cache}, but this Python makes {this_python}",
             "Use the sample's Python, or set data.root to the sample's folder",
         )
-    shutil.rmtree(folder, ignore_errors=True)  # some of its files were purged
-    progress(f"harvesting sample text from Python's standard library into {folder} (once, takes seconds)")
-    with created_atomically(folder) as draft:
-        documents = list(harvest())
-        lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
-        (draft / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
-        (draft / TOKENIZER_FILE).write_bytes(train_tokenizer(documents, VOCAB_SIZE))
+    with locked(folder, lambda holder: progress(f"waiting for {holder}, which harvests sample text into {folder}")):
+        if not is_whole():
+            progress(f"harvesting sample text from Python's standard library into {folder} (once, takes seconds)")
+            documents = list(harvest())
+            lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
+            write_durably(folder / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl", lines)
+            write_durably(folder / TOKENIZER_FILE, train_tokenizer(documents, VOCAB_SIZE))
     return folder
 
 

@@ -18,22 +18,13 @@ from typing import Any
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data, ValidationText
-from dlr_pretrain.data import sample
+from dlr_pretrain.data import sample, streams
 from dlr_pretrain.data.files import File, pin_commits
 from dlr_pretrain.data.formats import WHOLE, Part
 from dlr_pretrain.data.mixture import Mixture
 from dlr_pretrain.data.rows import read_rows
 from dlr_pretrain.data.splits import Choice, choose, choose_validation
-from dlr_pretrain.data.streams import (
-    DocumentBlock,
-    Place,
-    Share,
-    Tokens,
-    can_be_dealt,
-    dealt,
-    text_blocks,
-    tokenise_in_chunks,
-)
+from dlr_pretrain.data.streams import DocumentBlock, Place, Share, Tokens
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
@@ -179,9 +170,9 @@ class TextSource:
             last = ". This process names no more" if len(self._reported) == MAX_REPORTED_ROWS else ""
             log.warning("left out (data.bad_rows=skip): %s%s", rule, last)
 
-    def can_be_streamed(self, streams: int) -> bool:
-        """Whether so many streams can share the files evenly without opening them."""
-        return can_be_dealt(self._sizes(), streams)
+    def can_be_streamed(self, count: int) -> bool:
+        """Whether ``count`` streams can share the files evenly without opening them."""
+        return streams.can_be_dealt(self._sizes(), count)
 
     def _sizes(self) -> list[int]:
         """The sizes of the training files in bytes. A size is 0 if the server does not report it."""
@@ -190,16 +181,16 @@ class TextSource:
     def blocks(self, tokenizer: Tokenizer, share: Share, start: Place) -> Iterator[tuple[Place, DocumentBlock]]:
         """Yields the blocks of a share in order, from the block at ``start`` on, each with its file and first row."""
         first, row = start
-        files = dealt(self._sizes(), share)
+        files = streams.dealt(self._sizes(), share)
         for number, file in enumerate(files[first:], first):
-            for begins, block in text_blocks(self.rows(self.train_shards[file], row), tokenizer):
+            for begins, block in streams.text_blocks(self.rows(self.train_shards[file], row), tokenizer):
                 yield (number, begins), block
             row = 0
 
     def validation(self, tokenizer: Tokenizer) -> Iterator[Tokens]:
         """Yields the validation documents in their order, a few at a time."""
         for shard in self.validation_shards:
-            yield from tokenise_in_chunks(self.read(shard), tokenizer)
+            yield from streams.tokenise_in_chunks(self.read(shard), tokenizer)
 
     def state(self) -> list:
         """What determines the texts, including the current state of the files."""

@@ -4,8 +4,6 @@
 decide, because a folder of text often also holds licences, tables, tokenizer files and copies in other formats.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -19,19 +17,7 @@ from pathlib import Path
 
 from dlr_pretrain.config.run_folder import JOB, JOB_SHAPE, MANIFEST
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import tokens
-from dlr_pretrain.data.detect import (
-    COMPRESSIONS,
-    DAMAGED,
-    FORMATS,
-    SUFFIXES,
-    TEXT,
-    decompressed,
-    format_of,
-    is_compressed,
-    sniff,
-    unreadable,
-)
+from dlr_pretrain.data import detect, tokens
 from dlr_pretrain.data.files import File, files_below, find_files, open_file, refuse_snapshots, with_versions
 from dlr_pretrain.data.formats import BOM, Format
 from dlr_pretrain.util.errors import UserError
@@ -165,7 +151,7 @@ def _chosen_by_name(
     taken = {file.identity for file in given}
     texts = _unique(root, [file for file, why in skipped.items() if not why and file.identity not in taken], left_out)
     names = {file.name for file in texts}
-    twins = {name for name in names if is_compressed(name) and os.path.splitext(name)[0] in names}
+    twins = {name for name in names if detect.is_compressed(name) and os.path.splitext(name)[0] in names}
     left_out |= dict.fromkeys(twins, "also present without compression")
     texts = [file for file in texts if file.name not in twins]
     refuse_snapshots(texts)
@@ -178,7 +164,7 @@ def _chosen_by_name(
         raise _no_training_file(root, bool(texts or given), left_out)
     main = _main_format(named["train"])
     for split, files in named.items():
-        formats = {file.name: format_of(file.name) for file in files}
+        formats = {file.name: detect.format_of(file.name) for file in files}
         chosen = main if main in formats.values() else _main_format(files)
         others = {name: format.name for name, format in formats.items() if format not in (None, chosen)}
         left_out |= {name: f"{other} beside the folder's {chosen.name}" for name, other in others.items()}
@@ -206,7 +192,7 @@ def _of_others(files: list[File], root: str, data: Data, left_out: dict[str, str
 
 
 def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> UserError:
-    suffixes = f"{', '.join(SUFFIXES)}, or these with {', '.join(COMPRESSIONS)}"
+    suffixes = f"{', '.join(detect.SUFFIXES)}, or these with {', '.join(detect.COMPRESSIONS)}"
     rule = "holds no training file" if has_text else f"holds no file that ends with {suffixes}"
     listed = "; ".join(shortened([f"{name} ({why})" for name, why in sorted(left_out.items())]))
     fix = "Set data.root to the folder of the text, or data.train_files to a glob"
@@ -215,10 +201,10 @@ def _no_training_file(root: str, has_text: bool, left_out: dict[str, str]) -> Us
 
 def _skip_reason(file: File) -> str:
     """Why a file is not text to read, judged by its name; "" if it may be."""
-    name, format = os.path.basename(file.name).lower(), format_of(file.name)
+    name, format = os.path.basename(file.name).lower(), detect.format_of(file.name)
     if why := _library_reason(file):
         return why
-    if SIDE_FILE.fullmatch(name.partition(".")[0]) and (format in (None, TEXT) or name.endswith(".json")):
+    if SIDE_FILE.fullmatch(name.partition(".")[0]) and (format in (None, detect.TEXT) or name.endswith(".json")):
         return "a side file"
     if format:
         return "a broken link" if file.is_local and file.size is None else ""
@@ -246,8 +232,8 @@ def split_of(name: str) -> str:
 
 def _main_format(files: list[File]) -> Format:
     """The format with the most bytes; without reported sizes, the most files; in a tie, the first of FORMATS."""
-    sizes = {format.name: [file.size or 0 for file in files if format_of(file.name) is format] for format in FORMATS}
-    return max(FORMATS, key=lambda format: (sum(sizes[format.name]), len(sizes[format.name])))
+    sizes = {one: [file.size or 0 for file in files if detect.format_of(file.name) is one] for one in detect.FORMATS}
+    return max(sizes, key=lambda one: (sum(sizes[one]), len(sizes[one])))
 
 
 def _unique(root: str, files: list[File], left_out: dict[str, str]) -> list[File]:
@@ -280,16 +266,16 @@ def _empty_reason(file: File, data: Data) -> str:
     if file.size == 0:
         return "empty"
     with open_file(file, data.cache) as stream:
-        format, compression = sniff(file, stream, data)
+        format, compression = detect.sniff(file, stream, data)
         if format is None:
             return "empty"
         if format.count_rows is not None:
             try:
                 return "" if format.count_rows(stream) else "no rows"
-            except DAMAGED as error:
-                raise unreadable(file, error) from error
+            except detect.DAMAGED as error:
+                raise detect.unreadable(file, error) from error
         if not format.magic:
-            with suppress(*DAMAGED):  # the reader reports where
-                text = decompressed(stream, compression).read(BLANK_BYTES + 1)
+            with suppress(*detect.DAMAGED):  # the reader reports where
+                text = detect.decompressed(stream, compression).read(BLANK_BYTES + 1)
                 return "" if len(text) > BLANK_BYTES or text.removeprefix(BOM).strip() else "no text"
     return ""

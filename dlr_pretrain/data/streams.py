@@ -12,8 +12,6 @@ block of texts in memory and tokenises them as they are used.
 Five integers give a stream's position, so it can be resumed, or moved to another rank, exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,34 +85,26 @@ class BlockSource(Protocol):
         """One line for the console."""
 
 
-class DocumentStream:
-    """The endless sequence of documents of one of the V streams."""
+def endless(source: BlockSource, tokenizer: Tokenizer, share: Share, position: Position) -> Iterator[Chunk]:
+    """Yields chunks of the documents of a stream from ``position`` on, each with the position of its first document.
 
-    def __init__(
-        self, source: BlockSource, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int, packed: bool
-    ):
-        self._source, self._tokenizer = source, tokenizer
-        self._share = Share(seed, stream, 0, num_streams, packed)
-
-    def chunks(self, position: Position) -> Iterator[Chunk]:
-        """Yields chunks of documents from ``position`` on, each with the position of its first document.
-
-        The caller must skip the first ``position.token`` tokens. Raises UserError if the source has no text.
-        """
-        epoch, file, row, document, _ = position
-        idle = 0  # epochs in a row in which this stream finds no text
-        while idle < MAX_IDLE * self._share.streams:
-            share, idle = self._share._replace(epoch=epoch), idle + 1
-            for place, block in self._source.blocks(self._tokenizer, share, (file, row)):
-                order = permutation(block.documents, *share.key, *place)
-                for done in range(document, block.documents, CHUNK_DOCUMENTS):
-                    some = block.take(order[done : done + CHUNK_DOCUMENTS])
-                    if len(some.tokens) > len(some.starts):
-                        idle = 0
-                    yield Position(epoch, *place, document=done), some
-                document = 0
-            epoch, file, row, document = epoch + 1, 0, 0, 0
-        raise UserError(f"{self._source.describe()}: no text to train on. Give other files, or see data.text_key")
+    ``share`` is that of any epoch. The caller must skip the first ``position.token`` tokens. Raises UserError if the
+    source has no text.
+    """
+    epoch, file, row, document, _ = position
+    idle = 0  # epochs in a row in which this stream finds no text
+    while idle < MAX_IDLE * share.streams:
+        share, idle = share._replace(epoch=epoch), idle + 1
+        for place, block in source.blocks(tokenizer, share, (file, row)):
+            order = permutation(block.documents, *share.key, *place)
+            for done in range(document, block.documents, CHUNK_DOCUMENTS):
+                some = block.take(order[done : done + CHUNK_DOCUMENTS])
+                if len(some.tokens) > len(some.starts):
+                    idle = 0
+                yield Position(epoch, *place, document=done), some
+            document = 0
+        epoch, file, row, document = epoch + 1, 0, 0, 0
+    raise UserError(f"{source.describe()}: no text to train on. Give other files, or see data.text_key")
 
 
 def permutation(n: int, *key: int) -> np.ndarray:

@@ -3,8 +3,6 @@
 pyarrow reads their text column in batches, several times faster than ``datasets`` reads rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain

@@ -1,7 +1,5 @@
 """JSON lines, with one record a line, and plain text, which is one document or one a paragraph."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

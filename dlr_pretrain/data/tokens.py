@@ -14,11 +14,7 @@ A shard holds the ids of its documents, uint16 (int32 above 65,536 ids). Each do
 sequence. The ends are int64 [documents + 1], and the first is 0. Rows of the source that are left out have no document.
 The files are int64 [n, 4]: the number of a file, its documents in this shard, those of them in which special tokens
 stand, and its rows that were left out.
-
-Folders of format 4 have a shard for each file of the source, without .files; the oldest have no checksums.
 """
-
-from __future__ import annotations
 
 import mmap
 import os
@@ -27,7 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -38,7 +34,7 @@ from dlr_pretrain.util.errors import UserError, file_error, naming
 from dlr_pretrain.util.files import Shape, misfit, read_json, sha256_of
 from dlr_pretrain.util.text import plural
 
-FORMAT, A_SHARD_PER_FILE = 5, 4  # the formats that this version writes, and also reads
+FORMAT = 5
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 TOKENS, ENDS, FILES, SUMS = ".tokens", ".ends", ".files", ".sha256"  # suffixes of a shard's files
 MANIFEST_SHAPE: Shape = {
@@ -105,7 +101,6 @@ class TokenSource:
         self.root, self.fix = root, fix  # the fix for a damaged shard
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = read_manifest(root)
-        self._a_shard_per_file = manifest["format"] == A_SHARD_PER_FILE
         self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]  # of the source of the text
         self.contents: dict[str, str] = manifest["contents"]
         about, shards = manifest["tokenizer"], manifest["shards"]
@@ -127,12 +122,10 @@ class TokenSource:
     def files(self, names: Sequence[str]) -> np.ndarray:
         """The counts of each file of the source in the shards of a split, int64 [n, 3]: see this file's beginning."""
         counts = np.zeros((1, 3), np.int64)
-        for number, name in enumerate(names):
+        for name in names:
             documents = len(self.shard(name)[1]) - 1
             with self._naming_shard(name) as path:
-                table = np.array([[number, documents, 0, 0]])
-                if not self._a_shard_per_file:
-                    table = files_of(path, documents, len(counts) - 1)
+                table = files_of(path, documents, len(counts) - 1)
             counts = np.concatenate((counts, np.zeros((int(table[-1, 0]) + 1 - len(counts), 3), np.int64)))
             np.add.at(counts, table[:, 0], table[:, 1:])
         return counts
@@ -168,8 +161,11 @@ class TokenSource:
         A block is a run of documents of the share. A share of tokens may begin or end within a document.
         """
         self._require(tokenizer)
-        pieces = cut(self.sizes(share.packed), share)
-        spans = [self._documents_of(piece, share.packed) for piece in pieces]
+        if share.packed:
+            pieces = cut(self._begin, share)
+            spans = [(self._document_at(a, "right"), self._document_at(b, "left"), a, b) for a, b in pieces]
+        else:
+            spans = [(first, last, 0, int(self._tokens[-1])) for first, last in cut(self._first, share)]
         before = np.cumsum([0, *(last - first for first, last, _, _ in spans)])
         order = permutation(-(-int(before[-1]) // streams.BLOCK_DOCUMENTS), *share.key).tolist()
         for number in range(start[1], len(order)):
@@ -183,24 +179,15 @@ class TokenSource:
             where = np.concatenate(parts)
             yield (0, number), DocumentBlock(len(where), partial(self._take, where, tokenizer.eos_id))
 
-    def _documents_of(self, piece: Piece, packed: bool) -> tuple[int, int, int, int]:
-        """A piece's first document, the document after its last, and the tokens at which they are cut."""
-        if not packed:
-            first = int(self._first[piece.file])
-            return first + piece.begin, first + piece.end, 0, int(self._tokens[-1])
-        before = int(self._begin[piece.file])
-        first, last = self._first[piece.file : piece.file + 2].tolist()
-        if piece.begin > 0:
-            first = self._end_at(before + piece.begin, "right") - 1
-        if piece.end < piece.size:
-            last = self._end_at(before + piece.end, "left")
-        return first, last, before + piece.begin, before + piece.end
-
-    def _end_at(self, position: int, side: Literal["left", "right"]) -> int:
-        """The number of ends of documents before a token of all shards; with "right", also of an end there."""
+    def _document_at(self, position: int, side: Literal["left", "right"]) -> int:
+        """The document that holds a token of all shards ("right"), or the first that begins there or later ("left")."""
+        file = int(np.searchsorted(self._begin, position))
+        if self._begin[file] == position:  # without opening a shard
+            return int(self._first[file])
         shard = int(np.searchsorted(self._tokens, position, side)) - 1
         ends = self.shard(self.train_shards[shard])[1]
-        return int(self._documents[shard] + np.searchsorted(ends, position - self._tokens[shard], side))
+        number = int(self._documents[shard] + np.searchsorted(ends, position - self._tokens[shard], side))
+        return number - 1 if side == "right" else number
 
     def _positions(self, documents: np.ndarray) -> np.ndarray:
         """Where documents with these numbers begin among the tokens of all shards."""
@@ -281,25 +268,19 @@ class TokenSource:
         return f"{self._made_from}; {plural(documents, 'document')} and {tokens:,} tokens to train on"
 
 
-class Piece(NamedTuple):
-    """A part of a file's text, in tokens or documents."""
+def cut(files: np.ndarray, share: Share) -> list[tuple[int, int]]:
+    """The pieces of a share, if files are laid end to end in a seeded order and cut into equal shares.
 
-    file: int  # its number
-    begin: int
-    end: int
-    size: int  # of the whole file
-
-
-def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
-    """The pieces of a share, if files of these sizes are laid end to end in a seeded order and cut into equal shares.
-
-    The cuts move in each epoch: the first share begins at a seeded fraction of the whole, and the last one ends there.
+    ``files`` [n + 1] are the tokens, or documents, at which they begin, and the end of the last one. So are the begin
+    and the end of a piece, which is in one file. The cuts move in each epoch: the first share begins at a seeded
+    fraction of the whole, and the last one ends there.
     """
     seed, epoch, shares = share.seed, share.epoch, share.streams
-    order = np.tile(permutation(len(sizes), seed, epoch), 2)
-    edges = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[order])))
+    order = np.tile(permutation(len(files) - 1, seed, epoch), 2)
+    edges = np.concatenate(([0], np.cumsum(np.diff(files)[order])))
     total = int(edges[-1]) // 2
-    shift = int(fraction(seed, epoch) * total) if shares > 1 else 0
+    seeded = int(np.random.PCG64(np.random.SeedSequence((seed, epoch, 1))).random_raw()) / (1 << 64)  # in [0, 1)
+    shift = int(seeded * total) if shares > 1 else 0
     number = (share.stream + epoch) % shares
     begin, end = (shift + total * edge // shares for edge in (number, number + 1))
     pieces = []
@@ -308,13 +289,9 @@ def cut(sizes: Sequence[int], share: Share) -> list[Piece]:
         if start >= end:
             break
         if max(start, begin) < min(stop, end):
-            pieces.append(Piece(int(order[position]), max(begin - start, 0), min(end, stop) - start, stop - start))
+            moved = int(files[order[position]]) - start
+            pieces.append((max(start, begin) + moved, min(stop, end) + moved))
     return pieces
-
-
-def fraction(*key: int) -> float:
-    """A seeded number in [0, 1)."""
-    return int(np.random.PCG64(np.random.SeedSequence((*key, 1))).random_raw()) / (1 << 64)
 
 
 def read_manifest(root: Path) -> dict:
@@ -322,8 +299,8 @@ def read_manifest(root: Path) -> dict:
     path = root / MANIFEST
     try:
         manifest = read_json(path, {"format": int})
-        rule = f"shards of format {manifest['format']}, but this version reads formats {A_SHARD_PER_FILE} and {FORMAT}"
-        if manifest["format"] in (A_SHARD_PER_FILE, FORMAT):
+        rule = f"shards of format {manifest['format']}, but this version reads format {FORMAT}"
+        if manifest["format"] == FORMAT:
             if not (wrong := misfit(manifest, MANIFEST_SHAPE)):
                 return manifest
             rule = f"damaged ({wrong})"

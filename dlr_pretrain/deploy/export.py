@@ -3,8 +3,6 @@
 A folder is written under another name and renamed after its check: it is either complete or absent.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pkgutil
@@ -36,7 +34,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
-from dlr_pretrain.util.files import locked, read_json, share_mode, sync, write_text
+from dlr_pretrain.util.files import LOCK, locked, read_json, share_mode, sync, write_text
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.text import loading, markdown_table, shortened
 
@@ -124,11 +122,11 @@ def written_whole(folder: Path) -> Iterator[Path]:
     An earlier folder is renamed. Raises UserError if another process is writing the folder.
     """
     draft = draft_folder(folder)
-    with locked(draft) as held:
-        for path in set(draft.iterdir()) - {held.lock}:
+    with locked(draft):
+        for path in set(draft.iterdir()) - {draft / LOCK}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield draft
-        held.lock.unlink()
+        (draft / LOCK).unlink()
         for path in (*draft.rglob("*"), draft):
             sync(path)
         if folder.exists():

@@ -5,8 +5,6 @@ compared with the paper's form, in which the residual is a branch in activation 
 the paper, the report gives perplexity, logit errors and latency.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +26,14 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA, IGNORE, WORKING_DTYPE
 from dlr_pretrain.util.text import perplexity
 
+Tensors = Mapping[str, Tensor]  # by name
 SEQUENCES = 8  # per forward pass
 TIMED = 0.2  # minimum seconds of forward passes over which a latency is measured
 
 
 def fold_checkpoint(
     run: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     record: dict[str, object],
     output: Path,
     dtype: torch.dtype | None,
@@ -81,7 +80,7 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
     return validation_set(limited, source, load_tokenizer(run / "tokenizer"))
 
 
-def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def folded_tensors(cfg: Config, tensors: Tensors) -> dict[str, Tensor]:
     """A checkpoint's ``tensors`` by their exported names, copied and with the residuals folded in if there are any."""
     if not cfg.dlr.has_residual:
         return by_exported_name(cfg, tensors)
@@ -91,14 +90,14 @@ def folded_tensors(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     return by_exported_name(cfg, folded)
 
 
-def by_exported_name(cfg: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def by_exported_name(cfg: Config, tensors: Tensors) -> dict[str, Tensor]:
     """A checkpoint's ``tensors`` by their exported names."""
     model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))
     return split(model, {name: tensor for name, tensor in tensors.items() if name != ALPHA})
 
 
 @torch.no_grad()
-def weights_identical(cfg: Config, tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor]) -> bool:
+def weights_identical(cfg: Config, tensors: Tensors, folded: Tensors) -> bool:
     """Whether ``folded`` equal, bit for bit, the working weights that training forms from ``tensors``."""
     model = _model(cfg, by_exported_name(cfg, tensors), torch.device("cpu"))
     residuals = Residuals(model, cfg.dlr, {name: tensors[name].clone() for name, _ in model.named_parameters()})
@@ -111,17 +110,12 @@ def weights_identical(cfg: Config, tensors: Mapping[str, Tensor], folded: Mappin
 
 @torch.no_grad()
 def consistency(
-    cfg: Config,
-    state: Mapping[str, Tensor],
-    exported: Config,
-    weights: dict[str, Tensor],
-    validation: ValidationSet,
-    device: torch.device,
+    cfg: Config, state: Tensors, exported: Config, weights: Tensors, validation: ValidationSet, device: torch.device
 ) -> dict[str, object]:
     """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to the exported model.
 
     ``exported`` and ``weights`` are its configuration and tensors (see ``deployed``). Both models compute in the run's
-    working dtype. Before folding, the residual is a branch in activation space. Latencies are medians in ms.
+    working dtype. Latencies are medians in ms.
     """
     before = _model(cfg, by_exported_name(cfg, state), device)
     branch_(before, cfg.dlr, state.get(ALPHA))
@@ -137,7 +131,7 @@ def consistency(
     }
 
 
-def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:
+def _model(cfg: Config, tensors: Tensors, device: torch.device) -> Llama:
     """The model of ``cfg`` in the working dtype of training."""
     return loaded_model(cfg, tensors, device, WORKING_DTYPE[cfg.precision.name])
 

@@ -7,8 +7,6 @@ not specify its prompt (here Alpaca's), warm-up (3%), weight decay (0), AdamW's 
 clipping (1.0).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -127,8 +125,7 @@ def is_finished(output: Path, setting: dict[str, Any]) -> bool:
         before = read_json(path, {"setting": dict})["setting"]
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}). Name another --output") from error
-    ignored = {"source"} if "weights" in before else set()  # it may have moved
-    both = {name: (before[name], value) for name, value in setting.items() if name in before and name not in ignored}
+    both = {name: (before.get(name), value) for name, value in setting.items() if name != "source"}  # may have moved
     if changed := {name: values for name, values in both.items() if values[0] != values[1]}:
         changes = describe_differences(changed)
         raise UserError(f"{output}: holds a model fine-tuned with other settings ({changes}). Name another --output")

@@ -7,8 +7,6 @@ choose differently between splits with equal scores (runs of "_" or "000"; 7 of 
 versions). (2) A combining mark after a character that NFKC rewrites is dropped; this was seen in random Unicode only.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ MMLU 22.95 for each model of the DLR paper: if a choice is one token, </s> is sc
 the first one wins. ``as_in_paper`` reproduces this.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

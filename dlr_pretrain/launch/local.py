@@ -1,7 +1,5 @@
 """Train runs on this machine, several at once: each is a process of ``train.py`` with a log and, if possible, a GPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -6,8 +6,6 @@ that begin with ``#`` are comments.
     python -m dlr_pretrain.launch.runs FILE N     prints the arguments of the N-th run, each followed by a zero byte
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import shlex
 import sys

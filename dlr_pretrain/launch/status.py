@@ -8,8 +8,6 @@ prints the last saved step, or 0, and the run directory, for slurm/train.sbatch.
 array task, such as ``12_3``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

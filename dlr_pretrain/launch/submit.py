@@ -1,7 +1,5 @@
 """Show the states of a table of runs, and queue or train those that are due."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

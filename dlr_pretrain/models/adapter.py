@@ -4,8 +4,6 @@
 same for ``k_proj`` and ``v_proj``. Tensors outside the layers keep their names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

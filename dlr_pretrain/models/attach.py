@@ -10,8 +10,6 @@ residual beside it. A model without this residual therefore refuses the ``state_
 model instead, which adds no kernels to a forward pass (see ``residual``).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch

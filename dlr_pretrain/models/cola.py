@@ -1,7 +1,5 @@
 """CoLA: low-rank layers with a SiLU between the factors, y = B silu(A x) (Liu et al., 2025)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.nn.functional as F

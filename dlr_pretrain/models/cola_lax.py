@@ -1,7 +1,5 @@
 """LaX on CoLA: latent crossing with a SiLU between the factors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlr_pretrain.config.key import key

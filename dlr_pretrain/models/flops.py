@@ -1,7 +1,5 @@
 """FLOPs of a model, counted from the matrix products that its code runs: low-rank layers count as low-rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

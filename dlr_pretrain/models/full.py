@@ -1,8 +1,6 @@
 """Dense linear layers: the full-rank LLaMA."""
 
-from __future__ import annotations
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.config.tree import BackboneOptions
 from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
@@ -14,8 +12,6 @@ class Options(BackboneOptions):
 
 class Full(Layer):
     """y = W x, W ~ N(0, 0.02^2)."""
-
-    w: nn.Parameter
 
     def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__(spec, options)

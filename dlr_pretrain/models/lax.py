@@ -3,15 +3,13 @@
 The factors have no activation between them. The order of operations is that of the authors' released code.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.models.layer import SeededInit, Spec
@@ -37,12 +35,6 @@ class Lax(LowRank):
     """
 
     options: Options
-    e1: nn.Parameter
-    e2: nn.Parameter
-    gate_weight: nn.Parameter
-    gate_bias: nn.Parameter
-    norm_weight: nn.Parameter
-    norm_bias: nn.Parameter
 
     def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)

@@ -4,17 +4,14 @@ A layer is an ordinary module. Its parameters are *fused*: each holds the tensor
 other. ``adapter.split`` cuts them into the tensors of an exported model. Widths that are slow on tensor cores, such as
 5461, are padded with zeros inside the parameters. The padding has zero gradients and stays zero.
 
-A backbone is a subclass of ``Layer``. It declares its parameters, their initial values, and the formula of the layer
-in two halves: ``latent(x, carried) -> (z, carried)`` and ``expand(z) -> y``. In ``LowRank`` layers z is the vector that
-B multiplies. A dense layer has only the second half.
+A backbone is a subclass of ``Layer``, whose formula has two halves: ``latent(x, carried) -> (z, carried)`` and
+``expand(z) -> y``. In ``LowRank`` layers z is the vector that B multiplies. A dense layer has only the second half.
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +78,9 @@ class Layer(nn.Module, ABC):
     """
 
     deployed_dense = False  # True: the export is a plain LLaMA with the weights of ``dense``
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...  # what ``fuse`` declares
 
     def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__()

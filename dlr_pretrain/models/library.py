@@ -7,8 +7,6 @@ fold_(model)
 multiply_(model)                                     # optional: B A as one matrix again, in the model's own layout
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The backbone provides the linear layers, whose parameters are fused; ``adapter``
 Shapes: B micro-batch, T positions, D hidden size, H heads of width E (D / H by default).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,11 +1,9 @@
 """LoRA from scratch, y = (W0 + s B A) x with frozen W0 (Hu et al., 2022), as a pre-training baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.config.tree import BackboneOptions
@@ -28,9 +26,6 @@ class Lora(Layer):
 
     deployed_dense = True
     options: Options
-    w: nn.Parameter
-    a: nn.Parameter
-    b: nn.Parameter
 
     def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)

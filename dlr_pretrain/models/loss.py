@@ -6,8 +6,6 @@ that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024). torch has 
 2.11 and 2.12 have none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -4,14 +4,12 @@ x_I are k fixed input channels. Both branches start from a dense weight W [d_out
 of rank r, I are the largest columns of W - B A, and W_s holds the columns I of W.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.models.layer import INIT_STD, SeededInit, Spec
@@ -38,8 +36,6 @@ class Lost(LowRank):
     """
 
     options: Options
-    s: nn.Parameter
-    channels: Tensor
 
     def __init__(self, spec: Spec, options: Options):
         # the rank that keeps the parameter budget is rarely aligned

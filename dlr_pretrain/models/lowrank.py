@@ -1,12 +1,10 @@
 """Linear low-rank layers, y = B A x."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.config.tree import BackboneOptions
@@ -40,8 +38,6 @@ class LowRank(Layer):
     """
 
     options: FactorOptions
-    a: nn.Parameter
-    b: nn.Parameter
 
     def __init__(self, spec: Spec, options: FactorOptions, pad_rank: int | None = None):
         super().__init__(spec, options)

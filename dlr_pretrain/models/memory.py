@@ -4,8 +4,6 @@ The figures are the allocations of eager code. ``torch.compile`` keeps fewer act
 The CUDA context, library workspaces and fragmentation are not included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Initial weights from a folder (``run.start_from``): an export of this framework, or a plain LLaMA."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +9,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.config.run_folder import INDEX, WEIGHTS
 from dlr_pretrain.config.shape import settings_of
 from dlr_pretrain.models import adapter
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import read_json
+from dlr_pretrain.util.files import read_json, sha256_of
 from dlr_pretrain.util.text import shortened
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # exists in dense models, and in lora and relora (frozen)
 
 
@@ -67,11 +65,8 @@ class PretrainedFolder:
 
     def fingerprint(self) -> str:
         """SHA-256 over the SHA-256 digests of the tensor files, sorted by path."""
-        whole = hashlib.sha256()
-        for path in sorted(set(self.files.values())):
-            with path.open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
-        return whole.hexdigest()
+        digests = (bytes.fromhex(sha256_of(path)) for path in sorted(set(self.files.values())))
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:

@@ -1,7 +1,5 @@
 """ReLoRA: LoRA that repeatedly merges its product into the frozen weight (Lialin et al., 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

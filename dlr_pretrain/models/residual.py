@@ -4,7 +4,8 @@ Output i of an up-projection B [d_out, r] is (B z)_i plus beta times latent g(i)
 ceil(d_out / r) copies, and beta = alpha / sqrt(K). B + beta R^T therefore differs from B only in the d_out entries
 (i, g(i)). The loss depends on W alone, and the gradient of B equals that of W. DLR acts in two places: it changes the
 initial W, and it leaves B, not W, to the weight decay and rounding of an update. In the trainer the model therefore
-holds W. The optimizer takes the residual out before an update and puts it in afterwards.
+holds W. The optimizer takes the residual out before an update and puts it in afterwards: the entries of B that W
+replaces are kept beside it. fp32 masters always hold B.
 """
 
 from __future__ import annotations
@@ -178,15 +179,11 @@ def _counts(local: Entries) -> tuple[list[int], list[int]]:
 class _Stack:
     """Bs below each other in one tensor, and their values in another, so that one kernel reads or writes them all.
 
-    A shard is a stack of its own, because its memory belongs to FSDP.
+    A shard is a stack of its own, because its memory belongs to FSDP. ``parts`` are weights, values and entries.
     """
 
     def __init__(
-        self,
-        parts: list[tuple[Tensor, Tensor, Entries]],  # weights, values, entries
-        alpha: float,
-        learned: Tensor | None,
-        put_in: Callable,
+        self, parts: list[tuple[Tensor, Tensor, Entries]], alpha: float, learned: Tensor | None, put_in: Callable
     ):
         weights, values, local = zip(*parts, strict=True)
         self.in_place, self.add = weights[0] is values[0], put_in

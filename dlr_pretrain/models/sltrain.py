@@ -1,13 +1,11 @@
 """SLTrain: a low-rank plus a sparse matrix of fixed random support, y = (s B A + S) x (Han et al., 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dlr_pretrain.config.key import key
@@ -33,10 +31,6 @@ class Sltrain(Layer):
 
     deployed_dense = True
     options: Options
-    a: nn.Parameter
-    b: nn.Parameter
-    values: nn.Parameter
-    index: Tensor
 
     def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)

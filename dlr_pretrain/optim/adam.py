@@ -1,7 +1,5 @@
 """Adam as the GaLore family of optimizers implements it, and what optimizers share: groups, layout of state, rules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ still have an effect (Gupta et al., 2015). The random bits are a function of (se
 generator: they are the same on every rank and device, and after every restart.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -37,25 +35,19 @@ Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, sca
 
 @dataclass
 class Options(AdamOptions):
-    """torch's fused AdamW, which computes in fp32 and rounds once, to nearest, or an AdamW that rounds stochastically.
-
-    Moments have the parameters' dtype.
-    """
+    """torch's fused AdamW, which computes in fp32 and rounds once to nearest, or one that rounds stochastically."""
 
     eps: float = key("added to the root of second moments", ge=1e-30)
     weight_decay: float = key("applied to every parameter, as in the paper", ge=0)
     elementwise = True
     rounds_stochastically = True
+    fused = True  # torch's fused kernel, else its foreach kernels
 
     def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
         if how.rounding_seed is not None:
             return [WideAdamW(parameters, self, how)]
         on_meta = any(p.is_meta for p in parameters.values())  # for ``state_bytes``; meta has no fused kernel
-        return self.of_torch(parameters, fused=not on_meta)
-
-    def of_torch(self, parameters: dict[str, Tensor], fused: bool) -> list[torch.optim.Optimizer]:
-        """torch's AdamW with its fused kernel, or with its foreach kernels."""
-        groups = decay_groups(parameters, self.weight_decay)
+        groups, fused = decay_groups(parameters, self.weight_decay), self.fused and not on_meta
         return [torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=fused, foreach=not fused)]
 
 
@@ -67,9 +59,7 @@ class ForeachOptions(Options):
     """
 
     rounds_stochastically = False
-
-    def build(self, parameters: dict[str, Tensor], how: How) -> list[torch.optim.Optimizer]:
-        return self.of_torch(parameters, fused=False)
+    fused = False
 
 
 @dataclass

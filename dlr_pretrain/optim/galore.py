@@ -3,8 +3,6 @@
 Fira (Chen et al., 2024) adds the rest of the gradient, scaled as Adam scales the projected part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """LORO (Mo et al., 2025): Adam on low-rank factors, with periodic exact steps on the manifold of their products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Muon (Jordan et al., 2024) with the scaling of Liu et al. (2025), combined with AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

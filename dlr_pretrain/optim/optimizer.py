@@ -1,10 +1,8 @@
 """The optimizer of a run: masked updates, fp32 masters, residuals (DLR), and a state of named tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from dlr_pretrain.config.tree import How, OptimizerOptions
 from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.sharded import Stored
 from dlr_pretrain.util.tensors import ALPHA, named_generator
 
 Split = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # fused tensors by name -> views of their matrices by name
@@ -23,18 +20,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 def uncut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The fused tensors as they are: the ``split`` of optimizers that do not need matrices."""
     return tensors
-
-
-class InOut(Protocol):
-    """``models.residual.Residuals``: residuals in the working weights, which an update must not see."""
-
-    alpha: Tensor | None
-
-    def take_out(self) -> None: ...
-
-    def put_in(self) -> None: ...
-
-    def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
 def state_bytes(options: OptimizerOptions, parameters: Mapping[str, Tensor], split: Split = uncut) -> int:
@@ -76,21 +61,21 @@ class Optimizer:
         working: Mapping[str, Tensor],
         *,
         values: Mapping[str, Tensor] | None = None,
-        residuals: InOut | None = None,
+        residuals: Any = None,
         split: Split = uncut,
         compiled: bool = False,
         rounding_seed: int | None = None,
     ):
         """``values`` are the fp32 masters of ``working``, if it has masters.
 
+        ``residuals`` are ``models.residual.Residuals`` in the working weights, which an update must not see.
+
         ``split`` cuts fused tensors into matrices, for optimizers that treat them as matrices. These optimizers do not
         support sharded parameters. With others, each rank updates its own rows of such parameters.
 
         ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-        rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
+        rounded stochastically; ``config.rules`` refuses it for optimizers that do not.
         """
-        if rounding_seed is not None and not options.rounds_stochastically:
-            raise ValueError(f"optimizer={options.name} does not round stochastically")
         whole = options.elementwise or any(map(sharded.is_sharded, working.values()))
         self.working, self.residuals, self.split = dict(working), residuals, uncut if whole else split
         self.has_masters = values is not None
@@ -179,11 +164,11 @@ class Optimizer:
             for name, entry, value in self._entries()
         }
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Restore ``state_tensors`` bit for bit, in the memory layout of each parameter.
 
-        ``tensors`` are whole; each rank takes its rows of sharded parameters. Raises UserError for state of a parameter
-        that this optimizer does not have.
+        ``tensors`` are whole (see ``sharded.whole``); each rank takes its rows of sharded parameters. Raises UserError
+        for state of a parameter that this optimizer does not have.
         """
         states: dict[str, dict[str, Tensor]] = {}
         for full, stored in tensors.items():
@@ -239,7 +224,7 @@ def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
     return getattr(part, "_step_supports_amp_scaling", False)  # torch's gradient scaler asks the same way
 
 
-def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:
+def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Any) -> Tensor:
     """A copy of this rank's rows of ``stored``, laid out as ``part`` itself lays out state of ``p``."""
     value = sharded.whole(stored) if entry == "step" else sharded.own_part(p, stored)
     if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device

@@ -1,7 +1,5 @@
 """Learning rates as pure functions of the update's index: no state to save or restore."""
 
-from __future__ import annotations
-
 import math
 
 from dlr_pretrain.config import Config

@@ -1,7 +1,5 @@
 """The console output of rank 0: a summary, progress, evaluations, and where the result is."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

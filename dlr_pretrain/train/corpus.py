@@ -1,24 +1,12 @@
 """What a run trains on: data, tokenizer and validation set. They are opened and checked before anything else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dlr_pretrain import data
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.run_folder import read_record
-from dlr_pretrain.data import (
-    Source,
-    Tokenizer,
-    ValidationSet,
-    embedding_rows,
-    open_source,
-    open_tokenizer,
-    tokenised_once,
-    validation_set,
-    validation_sets,
-)
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
@@ -32,11 +20,11 @@ FEW_TOKENS = 5_000  # of validation text: with fewer, the difference between two
 class Corpus:
     """Data, tokenizer and validation set of a run."""
 
-    source: Source
-    tokenizer: Tokenizer
-    validation: ValidationSet
+    source: data.Source
+    tokenizer: data.Tokenizer
+    validation: data.ValidationSet
     vocab_size: int  # embedding rows
-    sets: dict[str, ValidationSet] = field(default_factory=dict)  # of ``eval.sets``
+    sets: dict[str, data.ValidationSet] = field(default_factory=dict)  # of ``eval.sets``
 
     @property
     def unknown(self) -> float:
@@ -74,13 +62,13 @@ def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], N
 
     Raises UserError if the model or the export cannot hold the tokenizer.
     """
-    opened = ranks.on_main(lambda: open_source(cfg, say, read_record(run_dir).get("data.version")))
-    tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, opened))
-    vocab_size = embedding_rows(cfg, tokenizer)
+    opened = ranks.on_main(lambda: data.open_source(cfg, say, read_record(run_dir).get("data.version")))
+    tokenizer = ranks.main_first(lambda: data.open_tokenizer(cfg, opened))
+    vocab_size = data.embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
-    source = ranks.on_main(lambda: tokenised_once(opened, tokenizer, cfg.num_streams, say))
-    validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
-    sets = ranks.on_main(lambda: validation_sets(cfg, tokenizer))
+    source = ranks.on_main(lambda: data.tokenised_once(opened, tokenizer, cfg.num_streams, say))
+    validation = ranks.on_main(lambda: data.validation_set(cfg, source, tokenizer))
+    sets = ranks.on_main(lambda: data.validation_sets(cfg, tokenizer))
     corpus = Corpus(source, tokenizer, validation, vocab_size, sets)
     if corpus.unknown > REFUSED_UNKNOWN:
         raise UserError(

@@ -1,7 +1,5 @@
 """The device of a rank: how it is found and prepared, and its memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -9,10 +7,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlr_pretrain.config import Config, ConfigError, attention_problem, compiler_problem
 from dlr_pretrain.util.errors import UserError
@@ -46,8 +42,10 @@ def find_device(cfg: Config) -> torch.device:
     return device
 
 
-def prepare_device(device: torch.device) -> None:
+def prepare_device(cfg: Config, device: torch.device) -> None:
     """Use ``device`` for the first time in a run, and free what earlier runs of a multirun have left on it."""
+    # The gradients of cuDNN's attention with a mask may be NaN, at lengths such as 192 (#196678)
+    torch.backends.cuda.enable_cudnn_sdp(not cfg.data.mask_documents)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         gc.collect()  # a compiled model is a reference cycle
@@ -66,14 +64,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
         mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def attention_backends(cfg: Config) -> AbstractContextManager[None]:
-    """A context for the whole process that limits the attention kernels of training."""
-    if not cfg.data.mask_documents:
-        return nullcontext()
-    # Not cuDNN's: its gradients with a mask may be NaN, at lengths such as 192 (#196678)
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def slow_precision(cfg: Config, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> str:

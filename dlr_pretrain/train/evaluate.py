@@ -1,7 +1,5 @@
 """Perplexity on a fixed set of validation sequences, the same for any number of ranks and any micro-batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

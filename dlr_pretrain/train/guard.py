@@ -42,9 +42,8 @@ class StopRequest(AbstractContextManager["StopRequest"]):
     """Whether this rank was ``asked`` to stop. Within this context, stop signals ask it to.
 
     A run stops at the next step boundary. Before the first step of this start, and when all steps are saved, nothing
-    would be lost, so the signal handler ends the process at once. An exception from it would land in other code, such
-    as a compiler or a client of the hub, which may swallow it or turn it into another error. A second Ctrl-C also ends
-    the process at once.
+    would be lost, so the signal handler ends the process at once, without an exception (see ``process.prepare``). A
+    second Ctrl-C also ends the process at once.
     """
 
     def __init__(self, ranks: Ranks):

@@ -5,8 +5,6 @@
 <run>/stacks/rank_3.txt   rank 3's stacks when it hung or a collective failed
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

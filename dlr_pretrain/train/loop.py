@@ -1,7 +1,5 @@
 """The training loop: update, record, evaluate, save."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Metrics of updates: their lines in ``metrics.jsonl``, and the throughput."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The largest micro-batch that fits on the GPUs (``train.micro_batch=auto``), and what helps when memory runs out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

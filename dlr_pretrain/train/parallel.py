@@ -1,5 +1,7 @@
 """A model on many devices: replicated (``parallel=ddp``), sharded by rows (``fsdp``), or both (``hsdp``).
 
+Gradients are summed over ranks, not averaged, because the loss is divided by the global count of targets.
+
 Replicated: each rank has the whole state. A block's gradients are summed over ranks while those of the block before it
 are computed. Source: Li et al. (PyTorch Distributed, 2020); its buckets are our blocks.
 
@@ -13,8 +15,6 @@ of gradients are summed over nodes once per update.
 Factorised weights are gathered once per micro-batch, and stay until its backward pass has used them: they are small
 (5.6 GB at 7b), and a second gathering would be a third of the traffic. Dense blocks are gathered for each pass.
 """
-
-from __future__ import annotations
 
 import os
 from collections import deque
@@ -38,8 +38,7 @@ from dlr_pretrain.util.tensors import SUMS_IN_FLIGHT, WORKING_DTYPE, global_norm
 def shard_(cfg: Config, model: Llama) -> None:
     """Shard the parameters of ``model``: this rank keeps its rows.
 
-    Gradients are summed over ranks, not averaged, because the loss is divided by the global count of targets. Without
-    a process group, creates one of a single rank.
+    Without a process group, creates one of a single rank.
     """
     from torch.distributed.device_mesh import init_device_mesh  # these imports take half a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -103,8 +102,7 @@ def summed_over_ranks(
 ) -> Iterator[None]:
     """The context to compute the gradients of a micro-batch in, which may be the ``last`` of an update.
 
-    After the last, gradients are sums over all micro-batches and ranks. They are not averaged, because the loss is
-    divided by the global count of targets.
+    After the last, gradients are sums over all micro-batches and ranks.
 
     FSDP sums after every micro-batch, because whole gradients would need the memory that it saves. HSDP does so within
     a node, and sums over nodes after the last.

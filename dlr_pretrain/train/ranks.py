@@ -1,7 +1,5 @@
 """This process as one of the ranks of a job, and agreement between ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.train.device import attention_backends, find_device, prepare_device
+from dlr_pretrain.train.device import find_device, prepare_device
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import RankLost, Stopped, UserError, file_error, first_line, write_to_stderr
@@ -37,7 +35,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     """
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat | None = None):
-        self.heartbeat = heartbeat or Heartbeat(cfg)
+        self.cfg, self.heartbeat = cfg, heartbeat or Heartbeat(cfg)
         self.rank, self.world_size = self.heartbeat.rank, self.heartbeat.world_size
         self.is_main = self.rank == 0
         self.device = find_device(cfg)
@@ -56,16 +54,11 @@ class Ranks(AbstractContextManager["Ranks"]):
                 fix = "On several nodes, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use"
                 raise UserError(f"{reason}. {fix}") from error
         self._network = os.environ.get(NETWORK)
-        self._attention = attention_backends(cfg)
         torch.manual_seed(cfg.seed)
-
-    def __enter__(self) -> Ranks:
-        self._attention.__enter__()
-        return self
 
     def use_device(self) -> None:
         """Use the device for the first time, after all checks that need none."""
-        prepare_device(self.device)
+        prepare_device(self.cfg, self.device)
         if self.world_size > 1:  # NCCL connects in the first collective, and may wait indefinitely for a broken link
             with self.heartbeat.may_wait(max(CONNECT_SECONDS, self.heartbeat.limit)):
                 self.sum(torch.zeros((), device=self.device)).item()
@@ -158,7 +151,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 
         A rank that fails may be alone, and leaves the group as it is: NCCL would wait for the other ranks.
         """
-        self._attention.__exit__(None, None, None)
         lost = self._lost(error)
         together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.step)
         if dist.is_initialized() and together:

@@ -1,7 +1,5 @@
 """Writes config.yaml and manifest.json, which say what a run is. A resume must continue the same run."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

@@ -7,8 +7,6 @@ the next ones add to them, and the last also sums them over ranks: each kind has
 memory, because they are replayed in the order in which they were recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

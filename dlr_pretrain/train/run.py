@@ -1,7 +1,5 @@
 """A run, from a configuration to the folded model. It resumes from its newest checkpoint."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext

@@ -1,7 +1,5 @@
 """Saves checkpoints while training goes on: the state is copied to the host, and a thread writes the copy."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import threading

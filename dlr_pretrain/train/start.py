@@ -1,7 +1,5 @@
 """Where a run starts: at its own newest checkpoint, else from ``run.start_from`` (a run or a folder), or the seed."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Callable
@@ -10,9 +8,9 @@ from pathlib import Path
 
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.config.identity import describe_differences, differences, facts
-from dlr_pretrain.config.run_folder import read_record
+from dlr_pretrain.config.run_folder import holds_weights, read_record
 from dlr_pretrain.config.values import all_keys
-from dlr_pretrain.models.pretrained import INDEX, WEIGHTS, PretrainedFolder
+from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, directories, step_of
@@ -99,7 +97,7 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
     A new run takes over the weights. With ``run.start_optimizer`` it also takes over the moments and the step, and the
     position in the data if no key of the data differs. Raises UserError if the model or the tokenizer differs.
     """
-    if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / INDEX).is_file()):
+    if ranks.on_main(lambda: holds_weights(given)):
         if cfg.run.start_optimizer:
             raise UserError(
                 f"run.start_from={given}",

@@ -12,10 +12,8 @@ fp32               fp32               the working weights             fp32
 
 (1) cast to bf16 as they are gathered
 
-The model multiplies by the working weights. The optimizer updates the values, and a checkpoint holds them. With DLR the
-working weights between updates are W = round(B + beta R^T), and an update sees values that hold B. If values and
-working weights are the same tensors, the entries of B that W replaces are kept beside them, and put back for the update
-and the checkpoint. Masters always hold B.
+The model multiplies by the working weights. The optimizer updates the values, and a checkpoint holds them. DLR makes
+them differ: see ``models.residual``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """One update of the weights from a batch. If the loss or the gradient is not finite, the weights do not change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -93,11 +91,8 @@ class Update:
         """Take one optimizer step from one global batch; ``batch`` holds this rank's rows of it.
 
         ``index`` numbers the updates of the run from 0. ``stop`` says whether this rank was asked to stop, ``failed``
-        whether it has failed. After a failure of any rank, this update and all later ones change nothing. An update
-        whose loss or gradient is not finite changes nothing; nor do later ones if ``train.on_nonfinite`` is "stop".
-
-        The outcome stays on the device. With adamw and adamw_8bit the host never waits for the device; with other
-        optimizers it waits once, to read the clip factor and whether to skip.
+        whether it has failed. ``skip`` decides whether the update changes anything. The outcome stays on the device,
+        for which the host waits at most once: see ``Optimizer.update``.
         """
         inputs = self.inputs(batch)
         counts = self.ranks.to_device(torch.tensor([0, batch.real_tokens, stop, failed]))

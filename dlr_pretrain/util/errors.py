@@ -1,7 +1,5 @@
 """Errors that a user can fix. Each ends a command with one clear message and an exit code, without a traceback."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

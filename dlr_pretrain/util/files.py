@@ -1,7 +1,5 @@
 """Files that a crash cannot damage, checked reading of JSON, and locks on folders."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -19,12 +17,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from dlr_pretrain.util.errors import FIXES, UserError, naming
 
 MARK = ".dlr_pretrain"  # in a folder of results: the command that wrote them
 SHARED_MEMORY = Path("/dev/shm")
+LOCK = ".lock"  # in a folder that a process holds
 LOCK_SECONDS = 1.0  # between looks at a lock that another process holds
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
 Shape = type | UnionType | dict[str, "Shape"] | list["Shape"]  # see ``misfit``
@@ -91,7 +90,7 @@ def require_durable(folder: Path) -> None:
 
     Tries each operation in a hidden folder there, or in the nearest folder above that exists.
     """
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    place = nearest_folder(folder)
     scratch = place / f".dlr_pretrain-{uuid.uuid4().hex[:8]}"
     path, other, renamed = scratch / "a", scratch / "b", scratch.with_name(f"{scratch.name}-renamed")
 
@@ -122,6 +121,11 @@ def require_durable(folder: Path) -> None:
     finally:
         for left in (scratch, renamed):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def nearest_folder(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
 def new_pool(kind: Callable[..., T], *options: Any) -> T:
@@ -204,23 +208,16 @@ def user_cache() -> Path:
     return folder
 
 
-class Held(NamedTuple):
-    """A folder that this process holds."""
-
-    lock: Path  # a hidden file in the folder
-    alone: bool  # the file system has locks, so no other process holds the folder
-
-
 @contextmanager
-def locked(folder: Path, wait: Callable[[str], None] | None = None) -> Iterator[Held]:
+def locked(folder: Path, wait: Callable[[str], None] | None = None) -> Iterator[bool]:
     """Hold ``folder`` for this process within the context. The kernel releases the lock if the process is killed.
 
     If another process holds it, ``wait`` is called with that process's name and this one waits; without ``wait`` this
     raises UserError. It also does if the file system refuses what keeps saved work. If it has no locks, every process
-    may enter.
+    may enter; yields whether it has. The lock is a file in the folder, which may be moved or deleted within.
     """
     require_durable(folder)
-    path, waits = folder / ".lock", False
+    path, waits = folder / LOCK, False
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("a+", encoding="utf-8") as file:
@@ -248,7 +245,7 @@ def locked(folder: Path, wait: Callable[[str], None] | None = None) -> Iterator[
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
             try:
-                yield Held(path, bool(alone))
+                yield bool(alone)
             finally:
                 if is_current():
                     path.unlink()

@@ -1,7 +1,5 @@
 """How a process behaves: it dies with its launcher, stops on request, and shares the CPU's cores."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os
@@ -80,7 +78,7 @@ def prepare() -> None:
     """Call this first: importing torch takes seconds, in which the agent may die or a signal may arrive.
 
     Signals are kept in ``stop_requests`` until the run can act on them. Ctrl-C ends the process at once, within the
-    handler, because other code may swallow a KeyboardInterrupt or turn it into another error.
+    handler: an exception would land in other code, such as a compiler, which may swallow it or turn it into another.
     """
     open_standard_streams()
     spin_briefly()

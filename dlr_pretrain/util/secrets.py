@@ -1,7 +1,5 @@
 """Hides passwords and tokens in text that is printed, sent or stored."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -7,21 +7,13 @@ needed for ``parallel=fsdp`` and ``hsdp`` alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-class Stored(Protocol):
-    """A tensor in a file, whose rows are read on request."""
-
-    def whole(self) -> Tensor: ...
-
-    def rows(self, first: int, end: int) -> Tensor: ...
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -68,12 +60,13 @@ def shard_like(tensor: Tensor, rows: Tensor) -> Tensor:
     return DTensor.from_local(rows, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
-def whole(stored: Tensor | Stored) -> Tensor:
+def whole(stored: Any) -> Tensor:
+    """``stored``, a tensor or a ``train.checkpoint.StoredTensor``, as a tensor."""
     return stored if isinstance(stored, Tensor) else stored.whole()
 
 
-def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
-    """The rows of ``stored``, a whole tensor, that correspond to this rank's rows of ``tensor``."""
+def own_part(tensor: Tensor, stored: Any) -> Tensor:
+    """The rows of ``stored``, which is as in ``whole``, that correspond to this rank's rows of ``tensor``."""
     if not is_sharded(tensor):
         return whole(stored)
     first, end = span(tensor)

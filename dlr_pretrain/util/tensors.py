@@ -1,7 +1,5 @@
 """Names, dtypes, random generators and norms that all code with tensors shares."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Text for a terminal of 80 columns, large numbers in few digits, and Markdown."""
 
-from __future__ import annotations
-
 import html
 import math
 import re

@@ -11,7 +11,7 @@ import torch
 
 from dlr_pretrain.data import Batch, TrainLoader, inputs_and_targets, open_source, streams, validation_set
 from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.data.streams import Position, Share, endless
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 from dlr_pretrain.util.tensors import IGNORE
 from tests.unit.data.data_corpus import (
@@ -91,7 +91,7 @@ def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeyp
 
 def flat(source, stream, num_streams, documents, packed=True):
     """The tokens of each of the first documents of a stream."""
-    chunks = DocumentStream(source, TOKENIZER, 42, stream, num_streams, packed).chunks(Position())
+    chunks = endless(source, TOKENIZER, Share(42, stream, 0, num_streams, packed), Position())
     return [list(document) for _, document in islice(documents_of(chunks), documents)]
 
 

@@ -213,7 +213,7 @@ def test_a_file_that_changes_under_a_run_ends_it(tmp_path):
 
 
 def test_a_server_without_versions_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(files, "_info", lambda file: {"size": None, "type": "file"})
+    monkeypatch.setattr(files, "_as_served", lambda file: file)
     files.with_versions([files.File("a.jsonl", "http://host/a.jsonl", None)])
     assert "http://host/a.jsonl: its server reports neither size nor version" in caplog.text
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlr_pretrain.data import streams as streaming
-from dlr_pretrain.data.streams import DocumentStream, Position, Share, can_be_dealt, dealt, permutation
+from dlr_pretrain.data.streams import Position, Share, can_be_dealt, dealt, endless, permutation
 from dlr_pretrain.util.errors import UserError
 from tests.unit.data.data_corpus import (
     PACKINGS,
@@ -28,7 +28,7 @@ TOKENIZER = LetterTokenizer()
 def epochs(source, stream, num_streams, count, seed=42, packed=True):
     """The first epochs of a stream, each as a list of documents, which are lists of tokens."""
     out = [[] for _ in range(count)]
-    chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams, packed).chunks(Position())
+    chunks = endless(source, TOKENIZER, Share(seed, stream, 0, num_streams, packed), Position())
     for epoch, document in takewhile(lambda found: found[0] < count, documents_of(chunks)):
         out[epoch].append(document)
     return out
@@ -184,7 +184,7 @@ def test_documents_are_shuffled_within_their_block(monkeypatch):
         assert sorted(block) == expected(texts[0][start : start + 16]) and block != sorted(block)
     monkeypatch.setattr(streaming, "BLOCK_CHARACTERS", 1000)
     texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
-    chunks = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1, True).chunks(Position())
+    chunks = endless(MemorySource(texts), TOKENIZER, Share(42, 0, 0, 1, True), Position())
     assert {p.row for p, _ in takewhile(lambda chunk: chunk[0].epoch == 0, chunks)} == {0, 4, 8, 12, 16}
 
 
@@ -202,5 +202,5 @@ def test_tokens_are_shuffled_across_the_whole_share(tmp_path, monkeypatch):
 def test_a_source_without_text_is_refused(tmp_path, texts):
     for source in (MemorySource(texts), tokens_of(tmp_path, texts)):
         with pytest.raises(UserError, match=r"no text to train on\. Give other files, or see data\.text_key"):
-            for _ in DocumentStream(source, TOKENIZER, 42, 1, 2, True).chunks(Position()):
+            for _ in endless(source, TOKENIZER, Share(42, 1, 0, 2, True), Position()):
                 pass

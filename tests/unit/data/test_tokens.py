@@ -301,7 +301,6 @@ def test_the_same_command_repairs_a_flipped_bit(root, model, made, tmp_path, suf
 
 @PACKINGS
 def test_the_order_does_not_depend_on_the_shards(tmp_path, model, packing, monkeypatch):
-    """Not on their size, nor on the format: an older version made a shard for each file."""
     monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
     (tmp_path / "text").mkdir()
     for i in range(40):
@@ -378,23 +377,6 @@ def test_a_bad_row_in_a_part_is_named_by_its_number_in_the_file(tmp_path, model)
     _, source, _ = opened(make_config("local", data__root=tmp_path, tokenizer__path=model))
     with pytest.raises(UserError, match=r"a.jsonl: document 1200 \(line 1201\) is not JSON"):
         [*source.divided("a.jsonl", Part(3, 4))]
-
-
-def as_format_4(folder: Path) -> None:
-    """A folder with a shard for each file as an older version wrote it."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 4}))
-    for path in (*folder.glob("*.sha256"), *folder.glob("*.files")):
-        path.unlink()
-
-
-def test_a_folder_of_the_older_format_is_read_but_not_continued(root, model, made):
-    opening = [opened(make_config("tokens", data__root=made, train__seq_len=16))]
-    before = global_batches(*opening[0], 2, 40)
-    as_format_4(made)
-    assert same(global_batches(*opened(make_config("tokens", data__root=made, train__seq_len=16)), 2, 40), before)
-    with pytest.raises(UserError, match=r"older version, which this version reads but .* train with data=tokens"):
-        make(root, model, made)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -589,8 +571,11 @@ ONE = "train-00001-of-00003.tokens"
         (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
         (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, but this version reads format"),
+        (lambda f: (f / MANIFEST).write_text('{"format": 5, "source": "s"}'), "manifest.json: damaged"),
+        (
+            lambda f: (f / MANIFEST).write_text('{"format": 4}'),
+            "format 4, but this version reads .*prepare_data.py again",
+        ),
         (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
     ],
 )

@@ -144,7 +144,7 @@ def test_ranks_wait_for_one_that_is_late(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["corpus.open_source", "run.new_model", "update.Update.step"])
+@pytest.mark.parametrize("stage", ["corpus.data.open_source", "run.new_model", "update.Update.step"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     before = signal.getsignal(signal.SIGTERM)
 

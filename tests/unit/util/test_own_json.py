@@ -21,7 +21,7 @@ START = {"time": "2026-11-27T10:00:00Z", "command": ["train.py"], "world_size": 
 STATE = {"name": "running", "step": 3, "reason": "", "time": 1.0}
 MANIFEST = {"identity": {}, "starts": [START], "state": STATE, "saved": 3, "micro_batch": {"8": 4}, "parameters": 5}
 TOKENS = {
-    "format": 4, "source": "a", "made_from": "b", "contents": {}, "tokenizer": {"sha256": "c", "vocab_size": 5},
+    "format": 5, "source": "a", "made_from": "b", "contents": {}, "tokenizer": {"sha256": "c", "vocab_size": 5},
     "shards": {"train": 1, "validation": 1},
 }  # fmt: skip
 BEATS = {"host": "h", "pid": 7, "machine": "m", "token": "t", "time": 1.0}
