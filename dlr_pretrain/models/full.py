@@ -1,6 +1,6 @@
 """Dense linear layers: the full-rank LLaMA."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlr_pretrain.config.tree import BackboneOptions
 from dlr_pretrain.models.layer import INIT_STD, Layer, SeededInit, Spec
@@ -12,6 +12,8 @@ class Options(BackboneOptions):
 
 class Full(Layer):
     """y = W x, W ~ N(0, 0.02^2)."""
+
+    w: nn.Parameter
 
     def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__(spec, options)

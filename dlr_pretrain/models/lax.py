@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.models.layer import SeededInit, Spec
@@ -35,6 +35,12 @@ class Lax(LowRank):
     """
 
     options: Options
+    e1: nn.Parameter
+    e2: nn.Parameter
+    gate_weight: nn.Parameter
+    gate_bias: nn.Parameter
+    norm_weight: nn.Parameter
+    norm_bias: nn.Parameter
 
     def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)

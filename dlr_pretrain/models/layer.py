@@ -11,7 +11,7 @@ A backbone is a subclass of ``Layer``, whose formula has two halves: ``latent(x,
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,6 @@ class Layer(nn.Module, ABC):
     """
 
     deployed_dense = False  # True: the export is a plain LLaMA with the weights of ``dense``
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Tensor: ...  # what ``fuse`` declares
 
     def __init__(self, spec: Spec, options: BackboneOptions):
         super().__init__()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.config.tree import BackboneOptions
@@ -26,6 +26,9 @@ class Lora(Layer):
 
     deployed_dense = True
     options: Options
+    w: nn.Parameter
+    a: nn.Parameter
+    b: nn.Parameter
 
     def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)

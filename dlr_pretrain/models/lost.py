@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.models.layer import INIT_STD, SeededInit, Spec
@@ -36,6 +36,8 @@ class Lost(LowRank):
     """
 
     options: Options
+    s: nn.Parameter
+    channels: Tensor
 
     def __init__(self, spec: Spec, options: Options):
         # the rank that keeps the parameter budget is rarely aligned

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlr_pretrain.config.key import key
 from dlr_pretrain.config.tree import BackboneOptions
@@ -38,6 +38,8 @@ class LowRank(Layer):
     """
 
     options: FactorOptions
+    a: nn.Parameter
+    b: nn.Parameter
 
     def __init__(self, spec: Spec, options: FactorOptions, pad_rank: int | None = None):
         super().__init__(spec, options)

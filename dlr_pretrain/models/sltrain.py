@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlr_pretrain.config.key import key
@@ -31,6 +31,10 @@ class Sltrain(Layer):
 
     deployed_dense = True
     options: Options
+    a: nn.Parameter
+    b: nn.Parameter
+    values: nn.Parameter
+    index: Tensor
 
     def __init__(self, spec: Spec, options: Options):
         super().__init__(spec, options)
