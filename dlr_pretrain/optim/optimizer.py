@@ -74,8 +74,10 @@ class Optimizer:
         support sharded parameters. With others, each rank updates its own rows of such parameters.
 
         ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-        rounded stochastically; ``config.rules`` refuses it for optimizers that do not.
+        rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
         """
+        if rounding_seed is not None and not options.rounds_stochastically:
+            raise ValueError(f"optimizer={options.name} does not round stochastically")
         whole = options.elementwise or any(map(sharded.is_sharded, working.values()))
         self.working, self.residuals, self.split = dict(working), residuals, uncut if whole else split
         self.has_masters = values is not None
