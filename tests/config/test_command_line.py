@@ -382,15 +382,8 @@ def test_a_sweeper_receives_each_jobs_result(stub, tmp_path):
 
 
 def test_an_error_is_a_line_and_a_bug_a_traceback(stub, tmp_path):
-    for error, code, said in (
-        (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
-        (Stopped("stopped after step 7"), 75, "stopped after step 7\n"),
-        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
-    ):
-        done = stub(ends(error))
-        assert (done.returncode, done.stderr) == (code, said)
-    done = stub(ends(OSError(28, "No space left on device", "/runs/a")))
-    assert (done.returncode, done.stderr) == (3, "error: /runs/a: No space left on device. Free space there\n")
+    done = stub(ends(Stopped("stopped after step 7")))
+    assert (done.returncode, done.stderr) == (75, "stopped after step 7\n")
     done = stub(ends(RuntimeError("a bug")))
     assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
     record = tmp_path / "error.json"
@@ -434,7 +427,6 @@ LOCAL = {"joblib": ["seed=1,2"], "submitit": ["hydra/launcher=submitit_local"], 
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("plugin", LOCAL)
 def test_the_pages_sweep_with_a_plugin_of_hydra_runs(plugin, tmp_path):
     """On this machine and with fewer steps; each of its two jobs ends with an export."""

@@ -106,12 +106,6 @@ def test_a_mistake_is_reported_with_its_fix(line, monkeypatch):
     assert [named for named in MISTAKES[line] if named not in found] == [], found
 
 
-@pytest.mark.parametrize(("data", "evaluation"), [("pad", "packed"), ("packed", "pad")])
-def test_documents_are_masked_where_training_or_evaluation_packs(data, evaluation):
-    words = [f"data.packing={data}", f"eval.packing={evaluation}", "data.mask_documents=true"]
-    assert load([*SMALL, *words]).data.mask_documents
-
-
 @pytest.mark.parametrize("value", ["None", "none", "NONE", "'null'", "~", "", "''", "' '"])
 def test_null_has_one_spelling_and_text_is_not_empty(value):
     plain = value.strip("'")
@@ -180,6 +174,8 @@ def test_valid_combinations_are_accepted():
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
         "backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
+        "data.packing=pad eval.packing=packed data.mask_documents=true",
+        "data.packing=packed eval.packing=pad data.mask_documents=true",
         "run.dir=./None tokenizer.path=NULL checkpoint.keep_every=Null train.activation_checkpointing=none",
     ):
         load([*SMALL, *words.split()])

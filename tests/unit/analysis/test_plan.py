@@ -105,10 +105,11 @@ def test_the_command_prints_json_with_stable_keys(capsys):
 
 
 @pytest.mark.parametrize("words", [
-    "backbone=cola dlr=learnable_alpha precision=bf16_mixed",
     "backbone=cola_lax train.activation_checkpointing=latent data.mask_documents=true",
-    "backbone=lowrank optimizer=loro train.global_batch=2 data.streams=2",  # its peak grows with the gradients
-    "backbone=sltrain parallel=fsdp",
+    *(pytest.param(words, marks=pytest.mark.full) for words in (
+        "backbone=cola dlr=learnable_alpha precision=bf16_mixed", "backbone=sltrain parallel=fsdp",
+        "backbone=lowrank optimizer=loro train.global_batch=2 data.streams=2",  # its peak grows with the gradients
+    )),
 ])  # fmt: skip
 def test_two_and_three_blocks_count_as_all_blocks_do(words, monkeypatch):
     cfg = config("scale=60m", "logger=jsonl", *words.split(), ranks=2)

@@ -192,7 +192,8 @@ def test_the_loss_of_a_mixture_is_the_mean_over_its_sources(run_mixed, words, mi
     assert last["eval/c4/perplexity"] == pytest.approx(np.exp(last["eval/c4/loss"]), rel=1e-6)
 
 
-def test_a_named_set_decides_in_the_report(run_mixed, tmp_path, capsys):
+def test_a_named_set_decides_in_the_report(run_mixed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dlr_pretrain.analysis.report.draw", lambda *_: [])
     run_mixed("one"), run_mixed("two", "dlr=on")
     run_mixed("three", "data.sources.web.weight=1")
     for of_set, decides in ((None, False), ("c4", True)):
