@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public store for the backend "fake"
 
+from benchmarks.variants import joined
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -36,7 +37,7 @@ from tests.conftest import SMALL, forked, on_ranks, saved
 from tests.golden.regenerate import VOCAB, batches
 from tests.parity.reference import TODAYS, r_transposed
 from tests.resume.test_resume import assert_same, final
-from tests.trial import trial
+from tests.trial import configured, trial
 
 
 @dataclass
@@ -51,9 +52,7 @@ class Outcome:
 
 def config(*words: str) -> Config:
     """A configuration for two ranks."""
-    default = {word.split("=")[0]: word for word in (*SMALL, "data=sample", "train.lr=1e-3", "train.steps=10")}
-    given = {word.split("=")[0] for word in words} | ({"scale.rank"} if "backbone=full" in words else set())
-    return load([*(word for name, word in default.items() if name not in given), *words], 2)
+    return configured(*joined(["train.lr=1e-3", "train.steps=10"], words), ranks=2)
 
 
 def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:

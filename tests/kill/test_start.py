@@ -29,11 +29,10 @@ sys.exit(cli.main(run_and_report))
 
 def python(lines: str, *words: str, before: str = "") -> subprocess.CompletedProcess:
     """Run ``lines`` in a process, which has done ``before`` and then become another program."""
-    code = (
-        f"import os, signal, sys, threading; sys.path.insert(0, {str(ROOT)!r})\nfrom dlr_pretrain.util import process\n"
-    )
-    again = ["-c", f"import os, signal, sys; {before}; os.execv(sys.executable, sys.orig_argv[:1] + sys.argv[1:])"]
-    command = [sys.executable, *(again if before else ()), "-c", code + lines, *words]
+    imports = f"import os, signal, sys, threading; sys.path.insert(0, {str(ROOT)!r})\n"
+    again = ["-c", f"{imports}{before}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"]
+    lines = f"{imports}from dlr_pretrain.util import process\n{lines}"
+    command = [sys.executable, *(again if before else ()), "-c", lines, *words]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -302,8 +302,8 @@ def web_server(content: bytes):
 
 
 @pytest.mark.parametrize("proxied", [True, False], ids=["by the proxy", "in no_proxy"])
-def test_text_on_the_web_is_read_through_the_proxy(monkeypatch, proxied):
-    """The host exists for the proxy alone, as on a cluster whose nodes have no network, unless no_proxy names it."""
+def test_a_proxy_is_used_unless_no_proxy_names_the_host(monkeypatch, proxied):
+    """The first host exists for the proxy alone, as on a cluster whose nodes have no network of their own."""
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)

@@ -184,17 +184,13 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_
         assert exported.decode(exported(text).input_ids) == tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
-@pytest.mark.parametrize(
-    ("options", "cuts"),
-    [
-        ({}, True),
-        ({"model_type": "bpe"}, True),
-        ({"byte_fallback": True, "vocab_size": 400}, True),
-        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens contain spaces
-        ({"treat_whitespace_as_suffix": True}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "cuts"), [
+    ({}, True),
+    ({"model_type": "bpe"}, True),
+    ({"byte_fallback": True, "vocab_size": 400}, True),
+    ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens contain spaces
+    ({"treat_whitespace_as_suffix": True}, False),
+], ids=str)  # fmt: skip
 def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
     tokenizer, texts = load_tokenizer(small_model(tmp_path, **options)), hostile(300, most=60)
     monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS_PER_TOKEN", 3)  # too few: some are encoded again
@@ -238,18 +234,15 @@ def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
         load_tokenizer(usual(tmp_path, eos_id=-1))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "rule"),
-    [
-        ("", None, r"holds none of spiece\.model, tokenizer\.json"),
-        ("broken.json", b"{}", r"broken\.json: not a readable tokenizer\.json"),
-        ("broken.model", b"", r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
-        ("broken.model", bytes(1000), r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
-        ("small.model", {"model_type": "char"}, r"small\.model: .*neither a unigram nor a BPE model"),
-        ("small.model", {"user_defined_symbols": ["<x>"]}, r"small\.model: .*user-defined"),
-        ("small.model", {"treat_whitespace_as_suffix": True}, r"small\.model: .*suffixes"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "rule"), [
+    ("", None, r"holds none of spiece\.model, tokenizer\.json"),
+    ("broken.json", b"{}", r"broken\.json: not a readable tokenizer\.json"),
+    ("broken.model", b"", r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
+    ("broken.model", bytes(1000), r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
+    ("small.model", {"model_type": "char"}, r"small\.model: .*neither a unigram nor a BPE model"),
+    ("small.model", {"user_defined_symbols": ["<x>"]}, r"small\.model: .*user-defined"),
+    ("small.model", {"treat_whitespace_as_suffix": True}, r"small\.model: .*suffixes"),
+])  # fmt: skip
 def test_an_unusable_tokenizer_is_named(tmp_path, name, content, rule):
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)

@@ -584,19 +584,16 @@ def flip(path: Path) -> None:
 ONE = "train-00001-of-00003.tokens"
 
 
-@pytest.mark.parametrize(
-    ("damage", "rule"),
-    [
-        (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
-        (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
-        (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
-        (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
-        (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, but this version reads format"),
-        (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "rule"), [
+    (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
+    (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
+    (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
+    (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
+    (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
+    (lambda f: (f / MANIFEST).write_text('{"format": 4, "source": "s"}'), "manifest.json: damaged"),
+    (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, but this version reads format"),
+    (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
+])  # fmt: skip
 def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
     damage(made)
     with pytest.raises(UserError, match=rule):
