@@ -21,7 +21,7 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.deploy.models import exported, of_kind, tokenizer_of
@@ -130,6 +130,8 @@ def lm_eval_command(folder: Path, tmp_path: Path) -> None:
 
 def spread_over_devices(folder: Path, tmp_path: Path) -> None:
     """Blocks are offloaded to the disk, as for a model too large for its devices; a pipeline generates the same."""
+    from transformers import pipeline
+
     if folder.name == "lost" and transformers.__version__ < "5":
         pytest.skip("transformers 4 does not read the channels of lost from the disk")
     ids = ids_of(folder)

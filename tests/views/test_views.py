@@ -22,8 +22,6 @@ from dlr_pretrain.util.errors import EXIT_STOPPED, Stopped
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT, listening
 
-wandb = pytest.importorskip("wandb")
-
 KEY = "0123456789abcdef" * 2 + "01234567"
 TINY = ["scale=tiny", "data=sample", "logger=wandb", "train.steps=9"]
 SECRETS = {"HF_TOKEN": "hf_" + "pLanted" * 5, "HTTPS_PROXY": "http://planted-user:planted-password@127.0.0.1:9"}
@@ -76,7 +74,7 @@ class WandbServer:
 @pytest.fixture(autouse=True)
 def server(tmp_path, monkeypatch):
     """A W&B server that clients find, with a key and an empty home folder, and without the user's W&B settings."""
-    server = WandbServer()
+    wandb, server = pytest.importorskip("wandb"), WandbServer()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
