@@ -11,7 +11,7 @@ full:       # what that leaves to continuous integration
 	python -m pytest -n 3 -m full
 
 matrix:     # every backbone, DLR, optimizer: 20 steps on 1 and 2 ranks with inductor, resumed, exported, reloaded
-	DLR_MATRIX_BACKEND=inductor python -m pytest -m exhaustive tests/matrix
+	DLR_MATRIX_BACKEND=inductor python -m pytest -m exhaustive tests/golden
 
 kill-soak:  # a hundred kills of two-rank runs, each compared with an undisturbed one (half an hour)
 	DLR_KILLS=100 python -m pytest tests/kill -k soak -m full -s
@@ -23,7 +23,7 @@ site:       # README and docs as a site in site/, whose links are all valid
 	python -m mkdocs build --strict
 
 signal-soak:  # two hundred signals at random moments of a run (half an hour)
-	DLR_SIGNALS=200 python -m pytest tests/kill/test_signals.py -m full -s
+	DLR_SIGNALS=200 python -m pytest tests/kill -k any_moment -m full -s
 
 style:
 	ruff check . && ruff format --check . && mypy

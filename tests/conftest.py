@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import importlib.util
 import json
@@ -16,8 +17,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +52,12 @@ SMALL = [
     *("device=cpu", "train.seq_len=32", "train.global_batch=8", "train.micro_batch=2", "train.steps=20"),
     *("train.lr=0.01", "eval.every=10", "eval.tokens=400", "checkpoint.every=5"),
 ]
+
+
+def pytest_collection_finish():
+    """What was imported lives as long as the process: without this, each full garbage collection visits all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def ended(error: UserError, say: bool) -> NoReturn:
@@ -227,6 +237,55 @@ def on_ranks(act: Callable[[], object], ranks: int) -> None:
             child.join()
     output.seek(0)
     assert not any(child.exitcode for child in children), output.read()[-6000:]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A tokenizer of 40 pieces."""
+    from dlr_pretrain.data.sample import train_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer") / "spiece.model"
+    path.write_bytes(
+        train_tokenizer(["a word and more of the words in a text, and one <extra_id_3> two"] * 3, vocab_size=40)
+    )
+    return path
+
+
+@pytest.fixture
+def scheduler(tmp_path, monkeypatch):
+    """A folder on PATH with an sbatch that writes its arguments to ``asked`` and gives job 70, and a squeue that prints
+    the file ``queue``."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "queue").write_text("")
+    does = {"sbatch": f"printf '%s\\n' \"$@\" > {folder}/asked; echo 70", "squeue": f"cat {folder}/queue"}
+    for name, what in does.items():
+        (folder / name).write_text(f"#!/bin/sh\n{what}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("RANKS_PER_NODE", raising=False)
+    monkeypatch.chdir(ROOT)
+    return folder
+
+
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on this machine whose requests ``handler`` answers."""
+    quiet = type("Quiet", (handler,), {"log_message": lambda *_: None})
+    with QuietServer(("127.0.0.1", 0), quiet) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True  # clients keep their connections
+    request_queue_size = 128
+
+    def handle_error(self, *_) -> None:
+        """A connection that is broken on purpose is no error."""
 
 
 def torchrun(words: list[str], ranks: int, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.variants import random_batch
+from benchmarks.variants import joined, random_batch
+from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import Llama
 from dlr_pretrain.train.console import Console
@@ -15,8 +16,15 @@ from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.state import new_model, new_optimizer
 from dlr_pretrain.train.update import Update
+from tests.conftest import SMALL
 
-__all__ = ["random_batch", "trial", "trial_loop"]
+__all__ = ["configured", "random_batch", "trial", "trial_loop"]
+
+
+def configured(*words: str, ranks: int = 1) -> Config:
+    """The smallest run without a text; ``words`` replace its own."""
+    given = [word for word in SMALL if not (word.startswith("scale.rank=") and "backbone=full" in words)]
+    return load(joined([*given, "data=sample"], words), ranks)
 
 
 def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:

@@ -1,7 +1,7 @@
 """What the pages say stands in the code: links lead somewhere, and programs take the commands that are shown.
 
 A command's flags are in the program's help, and its overrides compose. ``-m full`` executes it at ``scale=tiny``.
-docs/extending.md and docs/reproduce.md have tests of their own.
+The files of docs/extending.md are written, and its commands train, resume, fold and reload.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ def test_every_link_of_the_site_leads_somewhere(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
     """Its cells in order, with fewer steps. A line with ``!`` is a command, as Jupyter reads it."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -159,16 +158,24 @@ def flags(name: str, is_module: bool) -> set[str]:
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", said.getvalue()))
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if not re.match(r"git |pip |hf |wandb |python3? -m (pytest|venv)", c)]
-)
+OTHERS = r"git |pip |hf |wandb |python3? -m (pytest|venv)"
+FIRST = commands("README.md", "docs/tutorial.md", "docs/runs.md", "docs/slurm.md")
+
+
+@pytest.mark.parametrize("command", [
+    command if command in FIRST else pytest.param(command, marks=pytest.mark.full)
+    for command in COMMANDS if not re.match(OTHERS, command)
+])  # fmt: skip
 def test_a_command_is_understood(command):
     words = shlex.split(command)
     at = program(words)
     name, rest = words[at], words[at + 1 :]
     rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is sbatch's
     if name.endswith(".sh"):
-        assert subprocess.run(["bash", ROOT / name, *rest, "list"], capture_output=True).returncode == 0
+        listed = subprocess.run(
+            ["bash", ROOT / name, *rest, "list"], stdout=subprocess.DEVNULL
+        )  # a pipe would stay open
+        assert listed.returncode == 0
         return
     own = [word for word in rest if not word.startswith("-")]
     if not name.endswith("train.sbatch") and Path(name).stem != "train":
@@ -262,7 +269,6 @@ def executed(words: list[str], folder: Path, code: str = "") -> tuple[int | None
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_commands_and_snippets_run(tmp_path, corpus):
     """In the order of the site, in one folder, because a page uses what an earlier one has made."""
     for module in ("train.run", "analysis.report", "deploy.modeling_lowrank_llama"):
@@ -317,7 +323,6 @@ def test_the_first_command_gives_the_losses_of_its_picture(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
     """Those of --submit are dry. Those that train (--local) are what the rehearsal of all items runs."""
     from scripts.paper import items as paper
@@ -337,3 +342,75 @@ def test_the_commands_of_the_papers_page_run(tmp_path, monkeypatch):
             assert main(words) == 0, command
     pages = tmp_path / "runs" / "paper" / "reproduce.html"
     assert pages.exists() and "not started" in pages.read_text()
+
+
+# ----------------------------------------------------------------------------------------------------
+# docs/extending.md, followed to the letter
+
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+LOOP = "dlr_pretrain/train/loop.py"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A user's own folder, with the files of the page."""
+    folder = tmp_path_factory.mktemp("own")
+    files = re.findall(r"^`([\w/.]+/[\w.]+)`:\n\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert len(files) == 7
+    for name, text in files:
+        assert name.startswith(("my_package/", "my_configs/"))
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """A copy of the code with the page's metric."""
+    folder = tmp_path_factory.mktemp("measured")
+    for name in ("configs", "dlr_pretrain"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", folder)
+    (metric,) = re.findall(r"```python\n( +with .*?)```", PAGE, flags=re.DOTALL)
+    used = "from dlr_pretrain.models.residual import entries\nfrom dlr_pretrain.train.parallel import norm_of\n"
+    evaluates, loop = "record = record | (metrics or {})\n", (folder / LOOP).read_text()
+    assert loop.count(evaluates) == 1
+    loop = loop.replace(evaluates, evaluates + metric).replace(
+        "from dlr_pretrain.config", f"{used}from dlr_pretrain.config"
+    )
+    (folder / LOOP).write_text(loop)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("of", ["gelu", "lion"])
+def test_what_the_page_adds_trains_resumes_and_is_exported(of, own, measured, corpus):
+    (line,) = [
+        line
+        for line in "".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)).splitlines()
+        if f"={of}" in line
+    ]
+    data = f"data=c4_local data.root={corpus} tokenizer.path={corpus}/spiece.model eval.tokens=500"
+    run = own / "runs" / of
+    variable, _, train, *words = shlex.split(line.replace("data=sample", data))
+    assert (variable, train) == ("PYTHONPATH=.", "train.py")
+    command = [sys.executable, str(measured / train), *words, f"run.dir={run}", "train.seq_len=16", "train.steps=6"]
+    environment = os.environ | {"PYTHONPATH": f"{measured}:.", "OMP_NUM_THREADS": "1"}
+    for more, code in (["train.stop_after=3"], 75), ([], 0):
+        done = subprocess.run([*command, *more], cwd=own, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    assert "transformers loads it" in done.stdout
+    records = list(read_metrics(run / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, 7)) and records[-1]["weights/b_norm"] > 0
+    settings = json.loads((run / "folded" / "config.json").read_text())
+    assert settings["num_hidden_layers"] == 2 and settings["backbone"] == ("gelu" if of == "gelu" else "cola")
+    # transformers runs the code of the folder, without the user's package
+    load = (
+        "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    )
+    load += "; m.save_pretrained(sys.argv[2]); t.AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True)"
+    environment = os.environ | {"HF_MODULES_CACHE": str(own / "modules" / of)}
+    places = run / "folded", own / "again" / of
+    done = subprocess.run([sys.executable, "-c", load, *places], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

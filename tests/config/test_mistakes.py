@@ -53,6 +53,8 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
     "--local-rank=0": ["--local-rank=0: not a flag", "torchrun --nproc-per-node <GPUs> train.py"],
     "hydra.job.chdir=true": ["hydra.job.chdir=true: would move relative paths"],
+}
+RARE = {  # as MISTAKES; tested by -m full
     # typing errors that would make a check hang
     "data.streams=1000000000000": ["data.streams=1000000000000", "at most 1048576"],
     "train.micro_batch=1000000000000": ["train.micro_batch=1000000000000", "at most 1048576"],
@@ -89,7 +91,8 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
     "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
     "backbone.rank=129": ["backbone.rank=129", "narrowest layer's width, 128"],
-    # text and files
+}
+MISTAKES |= {  # text and files
     "run.dir=README.md": ["run.dir=README.md: is a file"],
     "data=local data.root=README.md": ["data.root=README.md: is a file", "data.train_files=<file>"],
     "data=local": ["data.root=null", "Set data.root=<folder>"],
@@ -98,18 +101,12 @@ MISTAKES = {  # a command line, and parts of its one-line message
 }
 
 
-@pytest.mark.parametrize("line", MISTAKES)
+@pytest.mark.parametrize("line", [*MISTAKES, *(pytest.param(line, marks=pytest.mark.full) for line in RARE)])
 def test_a_mistake_is_reported_with_its_fix(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [line] if "{" in line else line.split()
     (found,) = refusal(*words)
-    assert [named for named in MISTAKES[line] if named not in found] == [], found
-
-
-@pytest.mark.parametrize(("data", "evaluation"), [("pad", "packed"), ("packed", "pad")])
-def test_documents_are_masked_where_training_or_evaluation_packs(data, evaluation):
-    words = [f"data.packing={data}", f"eval.packing={evaluation}", "data.mask_documents=true"]
-    assert load([*SMALL, *words]).data.mask_documents
+    assert [named for named in (MISTAKES | RARE)[line] if named not in found] == [], found
 
 
 @pytest.mark.parametrize("value", ["None", "none", "NONE", "'null'", "~", "", "''", "' '"])
@@ -180,6 +177,8 @@ def test_valid_combinations_are_accepted():
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
         "backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
+        "data.packing=pad eval.packing=packed data.mask_documents=true",
+        "data.packing=packed eval.packing=pad data.mask_documents=true",
         "run.dir=./None tokenizer.path=NULL checkpoint.keep_every=Null train.activation_checkpointing=none",
     ):
         load([*SMALL, *words.split()])

@@ -10,7 +10,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dlr_pretrain.models import attach_dlr, factorize_, fold_
 from tests.conftest import ROOT
@@ -40,8 +40,10 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-def trainer_of(model: torch.nn.Module, folder, steps: int = STEPS, kind: str = "Trainer") -> Trainer:
+def trainer_of(model: torch.nn.Module, folder, steps: int = STEPS, kind: str = "Trainer"):
     """A trainer whose epoch is one batch of two micro-batches, with gradient checkpointing."""
+    from transformers import Trainer, TrainingArguments  # seconds
+
     settings = {
         "output_dir": str(folder), "max_steps": steps, "save_steps": 3, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "per_device_eval_batch_size": 4, "report_to": "none",

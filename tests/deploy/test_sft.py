@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from dlr_pretrain.util.errors import UserError
 from tests.conftest import main_of
 from tests.deploy.models import exported, of_kind
 
-pytestmark = pytest.mark.full
-pytest.importorskip("trl", reason='fine-tuning needs trl: pip install -e ".[sft]"')
+MISSING = find_spec("trl") is None  # its import takes seconds
+pytestmark = [pytest.mark.full, pytest.mark.skipif(MISSING, reason='fine-tuning: pip install -e ".[sft]"')]
 
 
 @pytest.fixture(scope="module")

@@ -1,35 +1,112 @@
-"""``parallel=fsdp`` and ``hsdp`` train like ``ddp``, and each rank holds its share of weights and moments."""
+"""``parallel=fsdp`` and ``hsdp`` train like ``ddp``, each rank holds its share, and runs resume on other ranks."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed.fsdp
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public store for the backend "fake"
 
+from benchmarks.variants import joined
 from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.cli import load
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch
 from dlr_pretrain.models import attach_dlr, build_model
 from dlr_pretrain.models.memory import memory
 from dlr_pretrain.optim.optimizer import state_bytes
+from dlr_pretrain.optim.schedule import merge_due, rate
+from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.guard import checksums
 from dlr_pretrain.train.parallel import shard_, summed_over_ranks
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.state import folded, saved_tensors
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.tensors import ALPHA, sum_dtype
-from tests.conftest import SMALL, on_ranks
-from tests.fsdp.steps import VOCAB, Outcome, assert_bits, config, on_two_ranks, own_batches, run, whole_state
+from tests.conftest import SMALL, forked, on_ranks, saved
+from tests.golden.regenerate import VOCAB, batches
 from tests.parity.reference import TODAYS, r_transposed
-from tests.trial import trial
+from tests.resume.test_resume import assert_same, final
+from tests.trial import configured, trial
+
+
+@dataclass
+class Outcome:
+    """The loss and gradient norm of every step, the whole weights and moments, and the folded weights."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Tensor]
+    folded: dict[str, Tensor]
+
+
+def config(*words: str) -> Config:
+    """A configuration for two ranks."""
+    return configured(*joined(["train.lr=1e-3", "train.steps=10"], words), ranks=2)
+
+
+def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
+    """This rank's rows of the run's batches."""
+    share = cfg.train.global_batch // ranks.world_size
+    rows = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    some = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
+    return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
+
+
+def whole_state(updates: Update) -> dict[str, Tensor]:
+    """Copies of a checkpoint's tensors, gathered from all ranks."""
+    with updates.optimizer.taken_out() as values:
+        tensors = saved_tensors(updates.model, values) | updates.optimizer.state_tensors()
+        return {name: sharded.gathered(value).clone() for name, value in tensors.items()}
+
+
+def on_two_ranks(act: Callable[[Ranks], object]) -> None:
+    def with_ranks():
+        with Ranks(config()) as ranks:
+            act(ranks)
+
+    on_ranks(with_ranks, 2)
+
+
+def run(ranks: Ranks, *words: str) -> Outcome:
+    """Run the steps of ``config(*words)`` on this rank."""
+    cfg = config(*words)
+    updates, losses, norms = trial(cfg, ranks, VOCAB), [], []
+    for index, batch in enumerate(own_batches(cfg, ranks)):
+        loss, norm, *_ = (value.item() for value in updates(batch, index, rate(cfg, index)))
+        losses.append(loss), norms.append(norm)
+        if merge_due(cfg, index + 1):
+            updates.merge(index + 1)
+    exported = folded(cfg, updates.model, updates.optimizer, keep=True)
+    return Outcome(losses, norms, whole_state(updates), exported)
+
+
+def assert_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].shape == b[name].shape, name
+        assert torch.equal(a[name], b[name]), f"{name}: {(a[name].double() - b[name].double()).abs().max():.1e}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parity
+
 
 # For comparisons of bits: without sums in another order, and without the fused optimizer, whose kernel rounds its tail
 # differently from its body, between which rows move. Nothing else may differ.
 EXACT = ("train.clip=null", "train.micro_batch=4", "train.steps=6", "optimizer=adamw_foreach")
 BOTH = ("ddp", "fsdp")
 full = pytest.mark.full
-pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # in the ranks, too
 
 
 def named(words) -> str:
@@ -44,11 +121,12 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert_bits(found.folded, expected.folded)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize(("choice", "precision"), [
     (("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"), "bf16_mixed"),
-    (("backbone=cola", "dlr=on"), "bf16_sr"),
     # The embedding gets two gradients: under bf16_mixed, replicas add them in fp32, and shards in bf16.
     (("backbone=lowrank", "dlr=on", *TODAYS), "fp32"),
+    pytest.param(("backbone=cola", "dlr=on"), "bf16_sr", marks=full),
     pytest.param(("backbone=cola", "dlr=on", *TODAYS[:-1]), "bf16_mixed", marks=full),
     pytest.param(("backbone=relora", "backbone.merge_every=4", "backbone.restart_warmup=2"), "bf16", marks=full),
     pytest.param(("backbone=lost", "dlr=on", "dlr.grouping=random"), "bf16_mixed", marks=full),
@@ -64,6 +142,7 @@ def test_shards_train_to_the_bits_of_replicas(choice, precision):
     on_two_ranks(act)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("choice", [
     ("backbone=lowrank", "dlr=learnable_alpha"),
     pytest.param(("backbone=lax", "dlr=on"), marks=full),
@@ -82,7 +161,8 @@ def test_shards_train_as_replicas_do_by_default(choice):
     on_two_ranks(act)
 
 
-@pytest.mark.parametrize(("shards", "precision"), [(1, "bf16_mixed"), (2, "bf16")])
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize(("shards", "precision"), [(1, "bf16_mixed"), pytest.param(2, "bf16", marks=full)])
 def test_copies_or_shards_alone_train_to_the_bits_of_replicas(shards, precision):
     """hsdp with two copies equals ddp; with one copy it equals fsdp, which sums micro-batches in the state's dtype."""
 
@@ -95,6 +175,7 @@ def test_copies_or_shards_alone_train_to_the_bits_of_replicas(shards, precision)
     on_two_ranks(act)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @full
 @pytest.mark.parametrize("choice", [("dlr=learnable_alpha",), ("dlr=on", "precision=bf16_mixed")], ids=named)
 def test_two_copies_of_two_shards_train_as_one_process(choice, tmp_path):
@@ -120,7 +201,8 @@ def test_two_copies_of_two_shards_train_as_one_process(choice, tmp_path):
     on_ranks(act, 4)
 
 
-@pytest.mark.parametrize("rank", [0, 500, 1023])
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("rank", [500, *(pytest.param(rank, marks=full) for rank in (0, 1023))])
 @pytest.mark.parametrize(("parallel", "shape"), [(("parallel=fsdp",), (1024,)),
                          (("parallel=hsdp", "parallel.shards=8"), (128, 8))])  # fmt: skip
 def test_a_rank_of_1024_holds_its_rows(rank, parallel, shape):
@@ -148,6 +230,7 @@ def test_a_rank_of_1024_holds_its_rows(rank, parallel, shape):
     on_ranks(act, 1)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_shards_and_replicas_of_many_ranks_sum_in_fp32(monkeypatch):
     """Above the bound, a sum of bf16 gradients is rounded once: replicas and shards have the same bits."""
     monkeypatch.setattr("dlr_pretrain.util.tensors.BF16_RANKS", 1)
@@ -161,6 +244,7 @@ def test_shards_and_replicas_of_many_ranks_sum_in_fp32(monkeypatch):
     on_two_ranks(act)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_one_rank_without_torchrun_is_sharded_too():
     def act():
         words = ("backbone=cola", "dlr=on", "precision=bf16_mixed")
@@ -174,8 +258,13 @@ def test_one_rank_without_torchrun_is_sharded_too():
     on_ranks(act, 1)
 
 
-@pytest.mark.parametrize("parallel", [*BOTH, pytest.param("hsdp", marks=full)])
-@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize(("parallel", "precision"), [
+    ("ddp", "bf16"), ("fsdp", "bf16_mixed"),
+    *(pytest.param(*case, marks=full) for case in (
+        ("ddp", "bf16_mixed"), ("fsdp", "bf16"), ("hsdp", "bf16"), ("hsdp", "bf16_mixed")
+    )),
+])  # fmt: skip
 def test_a_plan_counts_what_rank_0_holds(parallel, precision):
     """Parameters, gradients and moments are planned to the byte, also for an odd number of rows."""
 
@@ -208,6 +297,7 @@ def test_a_plan_counts_what_rank_0_holds(parallel, precision):
     on_two_ranks(act)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_an_update_not_finite_on_one_rank_changes_nothing():
     def act(ranks):
         cfg = config("backbone=cola", "dlr=on", "parallel=fsdp", "train.on_nonfinite=skip")
@@ -234,6 +324,7 @@ def test_an_update_not_finite_on_one_rank_changes_nothing():
     on_two_ranks(act)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize(("d_out", "rank"), [(7, 3), (2, 2)])
 def test_dlr_is_a_library_for_anybodys_sharded_module(d_out, rank):
     """B + beta R^T is as defined where ranks have unequal rows or none; in float64."""
@@ -253,3 +344,88 @@ def test_dlr_is_a_library_for_anybodys_sharded_module(d_out, rank):
         torch.testing.assert_close(sharded.gathered(stored), b, rtol=0, atol=0)
 
     on_ranks(act, 3)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whole runs: evaluated, saved, resumed on other ranks, folded, compiled
+
+
+CHOICE = ("backbone=cola", "dlr=on", "train.lr=1e-3", "train.steps=12", "eval.every=6", "checkpoint.every=6")
+
+
+def stopped(words: list[str], ranks: int) -> None:
+    with pytest.raises(AssertionError, match="stopped after step"):
+        forked(words, ranks)
+
+
+def assert_losses_agree(found: list[dict], expected: list[dict]) -> None:
+    """The records of two whole runs have the same losses, to rounding."""
+    assert [record["step"] for record in found] == list(range(1, 13))
+    for a, b in zip(found, expected, strict=True):
+        for name in b.keys() & {"train/loss", "eval/loss"}:
+            assert a[name] == pytest.approx(b[name], rel=2e-5)
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.full
+@pytest.mark.parametrize(("parallel", "ranks"), [("parallel=fsdp", 2), ("parallel=hsdp parallel.shards=2", 4)])
+def test_interrupted_twice_equals_undisturbed(words, tmp_path, parallel, ranks):
+    given = (*CHOICE, "precision=bf16_mixed", "eval.tokens=900", *parallel.split())
+    forked(words(f"run.dir={tmp_path}/whole", *given), ranks)
+    for stop in (4, 9):
+        stopped(words(f"run.dir={tmp_path}/parts", *given, f"train.stop_after={stop}"), ranks)
+    forked(words(f"run.dir={tmp_path}/parts", *given), ranks)
+    assert_same(final(tmp_path / "parts"), final(tmp_path / "whole"))
+    newest = (path / "checkpoints" / "step_00000012" for path in (tmp_path / "whole", tmp_path / "parts"))
+    assert_bits(*map(saved, newest))
+
+
+@pytest.mark.usefixtures("no_export")
+def test_replicas_then_shards_then_replicas_on_other_ranks(train, words, tmp_path):
+    """1 rank, 2 sharded, 3 sharded, 1 replicated: the losses are those of an uninterrupted run on one rank."""
+    given = (*CHOICE, "optimizer=adamw", "scale.hidden_size=128", "scale.rank=64", "train.micro_batch=1",
+             "train.global_batch=6", "data.streams=6")  # fmt: skip
+    whole = final(train(tmp_path / "whole", *given))
+    here = f"run.dir={tmp_path}/parts"
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *given, "train.stop_after=3")
+    stopped(words(here, *given, "parallel=fsdp", "train.stop_after=6"), 2)
+    stopped(words(here, *given, "parallel=fsdp", "train.stop_after=9"), 3)
+    train(tmp_path / "parts", *given)
+    assert_losses_agree(final(tmp_path / "parts")[1], whole[1])
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.full
+def test_replicas_then_copies_of_shards_then_shards(train, words, tmp_path):
+    """1 rank, 2 copies of 2 shards twice, 2 shards, 1 rank: the losses are those of one rank; rows are saved once."""
+    given = (*CHOICE, "optimizer=adamw", "scale.intermediate_size=91", "train.micro_batch=1", "train.global_batch=8")
+    whole = final(train(tmp_path / "whole", *given))
+    here, hsdp = f"run.dir={tmp_path}/parts", ("parallel=hsdp", "parallel.shards=2")
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *given, "train.stop_after=3")
+    stopped(words(here, *given, *hsdp, "train.stop_after=5"), 4)
+    found = checkpoint.load(tmp_path / "parts" / "checkpoints" / "step_00000005")
+    for tensor in filter(lambda tensor: tensor.shape, (found.model | found.optimizer).values()):
+        assert sum(piece.get_shape()[0] for _, piece in tensor.pieces) == tensor.shape[0]
+    sizes = [part.stat().st_size for part in found.path.glob("part_*")]
+    assert len(sizes) == 4 and max(sizes) < 1.2 * min(sizes)
+    stopped(words(here, *given, *hsdp, "train.stop_after=7"), 4)
+    stopped(words(here, *given, "parallel=fsdp", "train.stop_after=9"), 2)
+    train(tmp_path / "parts", *given)
+    assert_losses_agree(final(tmp_path / "parts")[1], whole[1])
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.full
+def test_compiled_shards_train_as_eager_ones_do(words, tmp_path, monkeypatch):
+    """Each block is captured in one graph, without hooks, and run eagerly: inductor's code generation takes minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    given = (*CHOICE[:3], "train.steps=4", "eval.every=2", "parallel=fsdp", "train.warmup_steps=0",
+             "train.activation_checkpointing=latent")  # fmt: skip
+    forked(words(f"run.dir={tmp_path}/eager", *given), 2)
+    forked(words(f"run.dir={tmp_path}/compiled", *given, "compile=true"), 2)
+    for a, b in zip(final(tmp_path / "compiled")[1], final(tmp_path / "eager")[1], strict=True):
+        for name in ("train/loss", "train/grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=2e-5)
+        assert a.get("eval/loss", 0) == pytest.approx(b.get("eval/loss", 0), rel=2e-5)

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 
-from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
-from tests.conftest import SMALL
-from tests.trial import trial
+from tests.trial import configured, trial
 
 CURVES = Path(__file__).with_name("curves.json")
 CHOICES = {
@@ -56,9 +54,7 @@ def batches(batch_size: int, seq_len: int):
 
 def curve(*overrides: str) -> list[float]:
     """The loss of every update of a new model, without a data pipeline or a run directory."""
-    kept = [word for word in SMALL if not (word.startswith("scale.rank") and "backbone=full" in overrides)]
-    kept = [word for word in kept if not word.startswith(("data=", "train.lr="))]
-    cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])
+    cfg = configured("train.lr=1e-3", *overrides)
     with Ranks(cfg) as ranks:
         update = trial(cfg, ranks, VOCAB)
         steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)

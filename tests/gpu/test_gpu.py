@@ -29,7 +29,7 @@ from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.golden.regenerate import VOCAB, batches
 from tests.parity import test_loss as parity
 from tests.parity import test_rotary_attention as attention_parity
-from tests.parity.test_optim import assert_same_bits
+from tests.parity.test_optim import CHOICES, assert_same_bits, chosen, draw, updated, updates_masks_and_states
 from tests.trial import trial_loop
 
 DEVICE = torch.device("cuda", 0)
@@ -313,3 +313,25 @@ def test_a_run_reports_every_step_at_most_one_late(trainer):
     assert records[9]["perf/tokens_per_second"] is None and records[-1]["perf/tokens_per_second"] > 0
     assert (records[-1]["perf/mfu"] is None) == (a.meter.peak is None)
     assert records[-1]["train/loss"] < records[0]["train/loss"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CHOICES)
+def test_updates_masks_and_states(name, dtype):
+    updates_masks_and_states(chosen(name), dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "adamw_8bit"])  # which computes in fp32
+def test_a_gpu_takes_the_steps_of_the_cpu(name):
+    """Two updates in fp64 agree. GaLore's next projector and LORO's exact step, whose signs may differ, come later."""
+    optimizers = [Optimizer(chosen(name), draw(torch.float64, device=device)) for device in ("cuda", "cpu")]
+    for optimizer in optimizers:
+        updated(optimizer, range(2))
+    gpu, cpu = (optimizer.optimized for optimizer in optimizers)
+    accuracy = 1e-3 if name == "muon" else 1e-9  # Muon iterates in bf16
+    for full, p in cpu.items():
+        torch.testing.assert_close(gpu[full].detach().cpu(), p.detach(), rtol=0, atol=accuracy)

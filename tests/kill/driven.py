@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from contextlib import suppress
 
@@ -71,16 +70,9 @@ def signal_at_the_moment(pid: int, pipe: int, number: int) -> tuple[str, str]:
     return told.decode(), before.decode()
 
 
-def listen() -> None:
-    """These tests may run under nohup, or in the background, where both signals are ignored."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def main() -> int:
     from dlr_pretrain import __main__
 
-    listen()
     follower = Follower(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))
     sys.setprofile(follower.see)
     code = __main__.main()

@@ -19,7 +19,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train import saver, start
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import command
-from tests.kill.driven import Follower, listen, signal_at_the_moment
+from tests.kill.driven import Follower, signal_at_the_moment
 
 configuration = cache(lambda words: load(list(words)))  # Hydra would take half of the time of a run
 
@@ -38,7 +38,6 @@ def run(
         os.close(ours)
         for number in (1, 2):
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
-        listen()
         process.prepare()
         follower = Follower(theirs, moment)
         if moment:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from dlr_pretrain.cli import load
+from benchmarks.variants import joined
 from dlr_pretrain.config import Config
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train import recorded
@@ -19,10 +19,10 @@ from dlr_pretrain.train.parallel import without_backward
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.recorded import Recorded
 from dlr_pretrain.util import sharded
-from tests.conftest import SMALL, on_ranks
+from tests.conftest import on_ranks
 from tests.golden.regenerate import VOCAB, batches
 from tests.tape import Tape
-from tests.trial import trial
+from tests.trial import configured, trial
 
 UPDATES = 5  # the first is eager, the second records
 COLA = ("backbone=cola", "dlr=on")
@@ -46,9 +46,7 @@ CASES = {
 
 
 def config(words: tuple[str, ...], ranks: int = 1) -> Config:
-    default = {word.split("=")[0]: word for word in (*SMALL, "data=sample", "train.steps=20")}
-    given = {word.split("=")[0] for word in words} | ({"scale.rank"} if "backbone=full" in words else set())
-    return load([*(word for name, word in default.items() if name not in given), *words], ranks)
+    return configured(*joined(["train.steps=20"], words), ranks=ranks)
 
 
 def updated(cfg: Config, ranks: Ranks, by_graphs: bool, before=lambda update, index: None):

@@ -163,8 +163,12 @@ def on_meta(rows: int, length: int) -> Tensor:
     return torch.zeros(rows, length, dtype=torch.int64, device="meta")
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mode", ["none", "latent", "block"])
+@pytest.mark.parametrize(("mode", "masked"), [
+    ("none", True), ("latent", False),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("none", False), ("latent", True), ("block", False), ("block", True),
+    )),
+])  # fmt: skip
 def test_each_block_calls_the_kernel_once_each_way(mode, masked, monkeypatch):
     """Also compiled without breaks. A block that keeps little calls the forward kernel again."""
     ids = on_meta(ROWS, 64)

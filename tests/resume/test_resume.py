@@ -1,4 +1,4 @@
-"""The same command continues a run, which ends bit for bit like an undisturbed run."""
+"""The same command continues a run, which ends bit for bit like an undisturbed run, also around ReLoRA's merges."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.train import run
+from dlr_pretrain.train import checkpoint, loop, run
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
+from tests import conftest
 from tests.conftest import ended, forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -73,9 +74,9 @@ def test_an_evaluation_that_a_stop_abandons_is_made_up_for(train, tmp_path, monk
 
 
 @pytest.mark.parametrize("choice", [
-    (*COLA, "precision=bf16_sr"),
     ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=3"),
     *(pytest.param(choice, marks=pytest.mark.full) for choice in (
+        (*COLA, "precision=bf16_sr"),
         ("backbone=sltrain", "precision=bf16_mixed"),
         ("backbone=lowrank", "dlr=on", "precision=bf16"),
         ("backbone=full", "optimizer=adamw_8bit", "scale.hidden_size=64", "precision=bf16"),
@@ -101,6 +102,22 @@ def test_a_run_interrupted_twice_ends_the_same(train, stop, tmp_path, choice):
     stop(tmp_path / "parts", 13, *choice)
     tokenizer = f"tokenizer.path={tmp_path}/parts/tokenizer"  # the run's own copy also works
     assert_same(final(train(tmp_path / "parts", *choice, tokenizer)), whole)
+
+
+def test_a_run_killed_while_it_saves_ends_the_same(train, words, tmp_path, monkeypatch):
+    """tests/kill kills runs at every other moment."""
+    whole, commit = final(train(tmp_path / "whole", *COLA)), checkpoint.commit
+
+    def deadly(folder, *given):
+        if folder.name.startswith(".writing_step_00000010"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(folder, *given)
+
+    with monkeypatch.context() as patched, pytest.raises(AssertionError):
+        patched.setattr(checkpoint, "commit", deadly)
+        forked(words(f"run.dir={tmp_path}/run", *COLA), 1)
+    assert max(checkpoint.directories(tmp_path / "run" / "checkpoints")).name == "step_00000005"
+    assert_same(final(train(tmp_path / "run", *COLA)), whole)
 
 
 def test_a_stopped_or_deleted_fold_is_made_again(train, tmp_path, monkeypatch, capsys):
@@ -200,12 +217,6 @@ def test_a_checkpoint_of_another_run_is_refused(train, stop, tmp_path):
         train(tmp_path / "one")
 
 
-def test_an_unwritable_run_directory_is_named(train, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file/run/\.beats: Not a directory\. A part of the path is a file"):
-        train(tmp_path / "file" / "run")
-
-
 def test_a_resume_on_three_ranks_sums_in_the_same_order(train, words, tmp_path):
     """With three ranks, the rounding of a sum depends on its place in a buffer: that must not depend on the start."""
     common = (*COLA, "train.lr=1e-3", "train.steps=6", "checkpoint.every=3", "train.global_batch=6",
@@ -237,3 +248,61 @@ def test_the_optimizer_is_freed_after_training(train, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "folded", lambda *given, keep: there.extend(m() for m in moments) or folded(*given, keep))
     train(tmp_path / "run", *COLA, "train.steps=1")
     assert there and set(there) == {None}
+
+
+# ----------------------------------------------------------------------------------------------------
+# ReLoRA's merges
+
+
+RELORA = ("backbone=relora", "backbone.merge_every=6", "backbone.restart_warmup=2", "checkpoint.keep_last=99")
+AT = "model.layers.0.mlp.down"
+
+
+def state_at(folder, step: int) -> dict:
+    return conftest.saved(folder / "checkpoints" / f"step_{step:08d}")
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.full
+def test_a_run_interrupted_around_merges_ends_the_same(train, tmp_path):
+    choice = (*RELORA, "precision=bf16_mixed", "backbone.prune_ratio=0.9")
+    whole = final(train(tmp_path / "whole", *choice))
+    assert [r["step"] for r in whole[1]] == list(range(1, 21))
+    for stop in (5, 6, 13):
+        with pytest.raises(Stopped, match=f"after step {stop} of 20"):
+            train(tmp_path / "parts", *choice, f"train.stop_after={stop}")
+    assert_same(final(train(tmp_path / "parts", *choice)), whole)
+    for step in (5, 10, 15, 20):
+        one, other = state_at(tmp_path / "whole", step), state_at(tmp_path / "parts", step)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_checkpoint_at_a_merge_holds_the_merged_weights(train, tmp_path):
+    """fp32 masters keep what the working weights would round away."""
+    given = ("precision=bf16_mixed", "checkpoint.every=1", "train.steps=8", "train.warmup_steps=0")
+    folder = train(tmp_path / "run", *RELORA, *given)
+    initial, before, merged, after = (state_at(folder, step) for step in (1, 5, 6, 7))
+    assert torch.equal(before[f"{AT}.w"], initial[f"{AT}.w"])
+    change = (merged[f"{AT}.w"] - before[f"{AT}.w"])[:, :91]  # the rest is padding
+    assert change.dtype == torch.float32 and change.count_nonzero() > 0.99 * change.numel()
+    assert torch.linalg.matrix_rank(change.double(), rtol=1e-4) == 8
+    assert before[f"{AT}.b"].any() and not merged[f"{AT}.b"].any()
+    assert not torch.equal(merged[f"{AT}.a"], before[f"{AT}.a"])
+    moments = [merged[name] for name in merged if name.endswith((".a/exp_avg", ".b/exp_avg"))]
+    kept = sum(m.count_nonzero().item() for m in moments) / sum(m.numel() for m in moments)
+    assert len(moments) == 16 and 0 < kept < 0.005  # prune_ratio 0.999
+    assert merged["lm_head.weight/exp_avg"].count_nonzero() > 0.9 * merged["lm_head.weight/exp_avg"].numel()
+    assert torch.equal(after[f"{AT}.w"], merged[f"{AT}.w"])
+    rates = [r["train/lr"] for r in read_metrics(folder / "metrics.jsonl")]
+    assert rates[5] > 0 and rates[6] == 0 and 0 < rates[7] < rates[5]
+
+
+@pytest.mark.usefixtures("no_export")
+def test_no_merge_follows_an_update_that_is_not_finite(train, tmp_path, monkeypatch):
+    monkeypatch.setitem(loop.LAG, "cpu", 1)  # as on a GPU
+    choice = ("backbone=relora", "backbone.merge_every=2", "backbone.restart_warmup=0", "train.warmup_steps=0")
+    with pytest.raises(UserError, match=r"step 2: loss .* not finite"):
+        train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")
+    state = state_at(tmp_path / "run", 1)
+    assert state[f"{AT}.b"].any() and all(torch.isfinite(t).all() for t in state.values())

@@ -13,6 +13,7 @@ from dlr_pretrain.config.run_folder import read_record
 from dlr_pretrain.train.checkpoint import load as load_checkpoint
 from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
@@ -24,12 +25,18 @@ CHOICE = ("backbone=cola", "dlr=on")
 EVERYTHING = ("run.start_optimizer=true",)
 
 
-@pytest.fixture
-def origin(train, tmp_path):
-    """A run that was stopped after ten of twenty steps."""
+@pytest.fixture(scope="module")
+def stopped(words, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("origin")
     with pytest.raises(Stopped):
-        train(tmp_path / "origin", "train.stop_after=10", *CHOICE, "checkpoint.keep_last=2")
-    return tmp_path / "origin"
+        run(load(words(f"run.dir={folder}", "train.stop_after=10", *CHOICE, "checkpoint.keep_last=2")))
+    return folder
+
+
+@pytest.fixture
+def origin(stopped, tmp_path):
+    """A run that was stopped after ten of twenty steps."""
+    return shutil.copytree(stopped, tmp_path / "origin")
 
 
 def weights(directory) -> dict[str, torch.Tensor]:

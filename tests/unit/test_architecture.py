@@ -9,6 +9,7 @@ import tomllib
 from graphlib import TopologicalSorter
 
 from tests.conftest import ROOT
+from tests.faults.__main__ import unfit
 
 PACKAGE = ROOT / "dlr_pretrain"
 MAY_IMPORT = {  # a room, and the rooms whose modules its modules may import
@@ -96,3 +97,8 @@ def test_training_imports_no_library_that_it_does_not_use():
     code = "import sys, dlr_pretrain.train.run; print(sorted({'transformers', 'datasets', 'wandb'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_patches_fit_the_code_and_the_tests():
+    """``python -m tests.faults`` plants them."""
+    assert unfit(ROOT) == []

@@ -20,9 +20,7 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.views import View, open_view, wandb_id
 from dlr_pretrain.util.errors import EXIT_STOPPED, Stopped
 from dlr_pretrain.util.files import read_metrics
-from tests.conftest import ROOT
-
-wandb = pytest.importorskip("wandb")
+from tests.conftest import ROOT, listening
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 TINY = ["scale=tiny", "data=sample", "logger=wandb", "train.steps=9"]
@@ -76,7 +74,7 @@ class WandbServer:
 @pytest.fixture(autouse=True)
 def server(tmp_path, monkeypatch):
     """A W&B server that clients find, with a key and an empty home folder, and without the user's W&B settings."""
-    server = WandbServer()
+    wandb, server = pytest.importorskip("wandb"), WandbServer()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -89,23 +87,17 @@ def server(tmp_path, monkeypatch):
             self.end_headers()
             self.wfile.write(json.dumps(server.answer(self.path, body)).encode())
 
-        def log_message(self, *_) -> None:
-            pass
-
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     own = {"WANDB_API_KEY": KEY, "NETRC": str(tmp_path / "netrc"), "HOME": str(tmp_path)}
-    for name, value in (own | {"WANDB_BASE_URL": f"http://127.0.0.1:{listening.server_port}"}).items():
-        monkeypatch.setenv(name, value)
     for hook in ("exit", "excepthook"):  # wandb replaces them
         monkeypatch.setattr(sys, hook, getattr(sys, hook))
-    yield server
-    server.released.set()
-    wandb.teardown()
-    listening.shutdown()
-    listening.server_close()
+    with listening(Handler) as address:
+        for name, value in (own | {"WANDB_BASE_URL": address}).items():
+            monkeypatch.setenv(name, value)
+        yield server
+        server.released.set()
+        wandb.teardown()
 
 
 def history(folder: Path) -> list[dict]:
@@ -123,7 +115,6 @@ def viewed(folder: Path, *words: str) -> tuple[View, io.StringIO]:
     return open_view(cfg, folder, Console(cfg, enabled=True, stream=said), 0), said
 
 
-@pytest.mark.slow
 def test_a_run_in_two_starts_is_one_curve_without_a_secret(tmp_path, train, server, monkeypatch, no_export, capfd):
     for name, value in (SECRETS | {"NO_PROXY": "127.0.0.1"}).items():
         monkeypatch.setenv(name, value)

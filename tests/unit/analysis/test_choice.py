@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.choice import compare, comparisons, difference_table, estimate, verdicts
 from dlr_pretrain.analysis.report import write_reports
 from dlr_pretrain.analysis.runs import read_runs
@@ -105,8 +106,9 @@ def test_intervals_are_students_t():
     assert "not decided: one seed" in shown(found).Better[1]
 
 
-def test_a_report_chooses_rates_and_says_what_a_reader_must_know(tmp_path):
+def test_a_report_chooses_rates_and_says_what_a_reader_must_know(tmp_path, monkeypatch):
     """Runs that differ only in rate and seed are a method; an end of the rates and unequal budgets are named."""
+    monkeypatch.setattr(figures, "IMAGES", ("png",))
     for words, gain in ((COLA, 0.0), ((*COLA_DLR, "dlr.alpha=0.5"), 0.2), ((*COLA_DLR, "train.steps=40"), 0.1)):
         for lr, seed in product((0.001, 0.003), (41, 42)):
             folder = tmp_path / f"runs/{gain}-{lr}-{seed}"

@@ -11,10 +11,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePosixPath
 
 from dlr_pretrain.data import Source, open_source
+from tests.conftest import listening
 from tests.unit.data.data_corpus import make_config
 
 _LETTERS = random.Random(0)
@@ -142,25 +143,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body[:sent])
 
-    def log_message(self, *_):
-        pass
 
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, *_):
-        pass  # the connection was broken on purpose
-
-
-@contextmanager
-def serving(hub: Hub) -> Iterator[str]:
+def serving(hub: Hub) -> AbstractContextManager[str]:
     """The hub's address."""
-    with _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    return listening(type("Handler", (_Handler,), {"hub": hub}))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What is read of a folder: files for training and for validation, why others are left out, and each error."""
 
 import gzip
+import os
 import re
 from dataclasses import dataclass, field
 from itertools import product
@@ -10,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dlr_pretrain.data import open_source
+from dlr_pretrain.data import files, open_source
 from dlr_pretrain.data.splits import split_of
 from dlr_pretrain.util.errors import UserError
 from tests.unit.data.data_corpus import in_key, lines_of, make_config, write_table
@@ -444,3 +445,25 @@ def test_a_folder_on_the_hub_is_chosen_from_like_one_here(hub):
         "c.xlsx": ".xlsx is not read",
     }
     assert of(opened(HUB)) == (PARTS, ["eval/a.jsonl"], left)
+
+
+@pytest.mark.parametrize("pattern", [None, "*.jsonl", "**/*.jsonl"])
+def test_a_folder_that_cannot_be_listed_ends_the_start(tmp_path, monkeypatch, pattern):
+    """The error is patched in, because tests may run as root, whom permissions do not bind."""
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    hidden = str(tmp_path / ("sub" if pattern != "*.jsonl" else ""))
+
+    def refusing(real):
+        def call(path="."):
+            if os.path.realpath(path) == os.path.realpath(hidden):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        return call
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(UserError, match=r"cannot be listed, and may hold text: Permission denied"):
+        list(files.find_files(str(tmp_path), pattern) if pattern else files.files_below(str(tmp_path)))

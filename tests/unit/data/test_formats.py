@@ -1,6 +1,9 @@
 """Text that is not UTF-8, and columns of every type: what is read, reported and refused."""
 
+import errno
 import gzip
+import io
+import os
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pyarrow
 import pytest
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import open_source
+from dlr_pretrain.data import formats, open_source
 from dlr_pretrain.data.files import File
 from dlr_pretrain.data.formats import BOM
 from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
@@ -191,3 +194,33 @@ def test_columns_of_each_type_of_text_are_read(tmp_path, kind, suffix):
 def test_an_empty_table_may_have_a_column_of_any_type(tmp_path, suffix):
     write_table(tmp_path / f"a{suffix}", {"text": pyarrow.array([], "null")})
     assert read(File("a", str(tmp_path / f"a{suffix}"), None)) == []
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1 << 20)
+    line = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
+    if name.endswith(".zst"):
+        zstandard = pytest.importorskip("zstandard")
+        line = zstandard.compress(line)
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    with pytest.raises(UserError, match="a line of more than"):
+        source = open_source(make_config("local", data__root=tmp_path))
+        for shard in source.train_shards:
+            list(source.read(shard))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n') if name.endswith(".gz") else b'{"text": "a"}\n')
+    source = open_source(make_config("local", data__root=tmp_path))
+
+    class Failing(io.BytesIO):
+        def read(self, *_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        readinto = read1 = readline = read
+
+    monkeypatch.setattr("dlr_pretrain.data.rows.open_file", lambda *_: Failing())
+    with pytest.raises(UserError, match=rf"{name}: cannot be read.*: Input/output error\. Its disk or file server"):
+        list(source.read(source.train_shards[0]))

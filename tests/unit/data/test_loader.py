@@ -50,18 +50,15 @@ def test_an_empty_batch_has_the_form_of_a_real_one(mask):
 
 
 @PACKINGS
-@pytest.mark.parametrize(
-    ("shards", "global_batch", "streams", "ranks"),
-    [
-        (8, 8, None, (2, 4, 8)),
-        (19, 8, None, (2, 8)),
-        (64, 64, None, (4, 64)),
-        (70, 64, None, (32,)),
-        (15, 24, 12, (2, 3, 6, 12)),
-        (128, 128, 128, (128,)),
-        (1, 6, 1, ()),
-    ],
-)
+@pytest.mark.parametrize(("shards", "global_batch", "streams", "ranks"), [
+    (8, 8, None, (2, 4, 8)),
+    (19, 8, None, (2, 8)),
+    (64, 64, None, (4, 64)),
+    (70, 64, None, (32,)),
+    (15, 24, 12, (2, 3, 6, 12)),
+    (128, 128, 128, (128,)),
+    (1, 6, 1, ()),
+])  # fmt: skip
 def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, global_batch, streams, ranks):
     """The number of streams is gcd(global_batch, 64) by default, or any divisor of the batch."""
     cfg, source = config(global_batch, packing=packing, data__streams=streams), MemorySource(corpus(shards, 20))

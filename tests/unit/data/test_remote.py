@@ -1,14 +1,12 @@
 """Shards on the hub and on other servers, which answer late, in part, wrongly or not at all."""
 
-import functools
 import http.server
 import os
 import pickle
 import socket
 import subprocess
 import sys
-import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 
 import fsspec
@@ -17,6 +15,7 @@ from huggingface_hub import constants
 
 from dlr_pretrain.data import files, load_tokenizer, open_source, open_tokenizer
 from dlr_pretrain.util.errors import Stopped, UserError
+from tests.conftest import listening
 from tests.unit.data.data_corpus import (
     LetterTokenizer,
     global_batches,
@@ -145,29 +144,20 @@ def test_any_dataset_on_the_hub_is_read(hub, tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_plain_web_server_is_read(shards, tmp_path):
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "en"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/c4-train.00000-of-00003.json.gz"
+    with web(tmp_path / "en") as server:
+        address = f"{server}/c4-train.00000-of-00003.json.gz"
         source = open_source(make_config("local", data__train_files=address))
         assert sorted(t for shards in read(source) for t in shards if t is not None) == sorted(WHOLE[0])
-        server.shutdown()
 
 
-class Web(http.server.SimpleHTTPRequestHandler):
+def web(folder) -> AbstractContextManager[str]:
     """A web folder. Its answers name the version of a file by its time, to the second."""
 
-    def log_message(self, *_):
-        pass
+    class Web(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *given):
+            super().__init__(*given, directory=str(folder))
 
-
-@contextmanager
-def web(folder):
-    handler = functools.partial(Web, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    return listening(Web)
 
 
 def put(path, texts: list[str], time: int) -> None:
@@ -307,52 +297,39 @@ def web_server(content: bytes):
 
         do_HEAD = do_GET
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
+    with listening(Handler) as address:
+        yield address, asked
 
 
-def test_text_on_the_web_is_read_through_the_proxy(monkeypatch):
-    """The host exists for the proxy alone, as on a cluster whose nodes have no network of their own."""
+@pytest.mark.parametrize("proxied", [True, False], ids=["by the proxy", "in no_proxy"])
+def test_a_proxy_is_used_unless_no_proxy_names_the_host(monkeypatch, proxied):
+    """The first host exists for the proxy alone, as on a cluster whose nodes have no network of their own."""
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
     fsspec.filesystem("http").clear_instance_cache()
-    with web_server(b"some text") as (proxy, asked):
+    with web_server(b"some text") as (address, asked), web_server(b"some text") as (proxy, of_proxy):
         monkeypatch.setenv("http_proxy", proxy)
-        (file,) = files.with_versions(files.find_files("", "http://text.invalid/a.txt"))
+        if not proxied:
+            monkeypatch.setenv("no_proxy", "127.0.0.1")
+        host = "http://text.invalid" if proxied else address
+        (file,) = files.with_versions(files.find_files("", f"{host}/a.txt"))
         assert files.open_file(file).read() == b"some text"
-        assert {*asked} == {"http://text.invalid/a.txt"}
+        assert ({*asked}, {*of_proxy}) == ((set(), {f"{host}/a.txt"}) if proxied else ({"/a.txt"}, set()))
 
 
-def test_a_host_in_no_proxy_is_reached_directly(monkeypatch):
-    for name in PROXIES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(files, "RETRY_SECONDS", 0.0)
-    fsspec.filesystem("http").clear_instance_cache()
-    with web_server(b"some text") as (address, asked), web_server(b"of the proxy") as (proxy, of_proxy):
-        monkeypatch.setenv("http_proxy", proxy)
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        (file,) = files.with_versions(files.find_files("", f"{address}/a.txt"))
-        assert files.open_file(file).read() == b"some text"
-        assert {*asked} == {"/a.txt"} and not of_proxy
+SETTINGS = {  # a user's settings before the import; a protocol, and its settings after it
+    "none": ({}, "http", {"client_kwargs": {"trust_env": True}}),
+    "headers": ({"http": {"client_kwargs": {"headers": {"a": "b"}}}}, "http",
+                {"client_kwargs": {"headers": {"a": "b"}, "trust_env": True}}),
+    "trust_env": ({"https": {"client_kwargs": {"trust_env": False}}}, "https", {"client_kwargs": {"trust_env": False}}),
+    "a store": ({}, "gs", {"session_kwargs": {"trust_env": True}}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("conf", "protocol", "options"), [
-    ({}, "http", {"client_kwargs": {"trust_env": True}}),
-    ({"http": {"client_kwargs": {"headers": {"a": "b"}}}}, "http",
-     {"client_kwargs": {"headers": {"a": "b"}, "trust_env": True}}),
-    ({"https": {"client_kwargs": {"trust_env": False}}}, "https", {"client_kwargs": {"trust_env": False}}),
-    ({}, "gs", {"session_kwargs": {"trust_env": True}}),
-])  # fmt: skip
-def test_a_users_own_settings_of_fsspec_are_kept(conf, protocol, options):
-    code = f"import fsspec; fsspec.config.conf.update({conf}); import dlr_pretrain.data.files; "
-    code += f"print(fsspec.config.conf[{protocol!r}], 'https' in fsspec.config.conf)"
+def test_a_users_own_settings_of_fsspec_are_kept():
+    code = "import fsspec, importlib; from dlr_pretrain.data import files\n"
+    code += f"for conf, protocol, _ in {[*SETTINGS.values()]}:\n    fsspec.config.conf.clear()\n"
+    code += "    fsspec.config.conf.update(conf), importlib.reload(files)\n    print(fsspec.config.conf[protocol])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{options} {'https' in conf}\n"
+    assert done.stdout.splitlines() == [str(options) for *_, options in SETTINGS.values()]

@@ -57,3 +57,15 @@ def test_the_sample_is_made_once_and_found_by_its_name(tmp_path, monkeypatch):
     assert open_source(cfg, said.append).version == f"python-9.9.9-{sample.VERSION}"
     with pytest.raises(UserError, match=r"reads the sample python-1\.2\.3-4, which is not in .* makes python-9\.9\.9"):
         open_source(cfg, said.append, "python-1.2.3-4")
+
+
+@pytest.mark.parametrize("lost", ["text-*.jsonl", sample.TOKENIZER_FILE])
+def test_a_sample_whose_files_were_purged_is_made_again(tmp_path, monkeypatch, lost):
+    texts = [f"The document of number {i} holds some words of a text, and it is one of many." for i in range(400)]
+    monkeypatch.setattr(sample, "harvest", lambda: iter(texts))
+    folder = sample.folder_of(tmp_path, None, print)
+    whole = sorted(path.name for path in folder.iterdir())
+    for path in folder.glob(lost):
+        path.unlink()
+    assert sample.folder_of(tmp_path, None, print) == folder
+    assert sorted(path.name for path in folder.iterdir()) == whole

@@ -1,13 +1,18 @@
-"""The data order: every document once per epoch, for any files, streams and ranks."""
+"""The data order: every document once per epoch, for any files, streams and ranks; and what a model learns of it."""
 
+import json
+import random
 from collections import Counter
 from itertools import takewhile
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
+from dlr_pretrain.data import load_tokenizer
 from dlr_pretrain.data import streams as streaming
 from dlr_pretrain.data.streams import Position, Share, can_be_dealt, dealt, endless, permutation
 from dlr_pretrain.util.errors import UserError
@@ -129,7 +134,7 @@ SIZES = {
 
 
 @PACKINGS
-@pytest.mark.parametrize("streams", [1, 8, 64])
+@pytest.mark.parametrize("streams", [8, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 64))])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_files_of_any_size_get_their_share_of_the_tokens(tmp_path, sizes, streams, packing):
     names = iter(range(0x4E00, 0x4E00 + sum(sizes)))
@@ -204,3 +209,29 @@ def test_a_source_without_text_is_refused(tmp_path, texts):
         with pytest.raises(UserError, match=r"no text to train on\. Give other files, or see data\.text_key"):
             for _ in endless(source, TOKENIZER, Share(42, 1, 0, 2, True), Position()):
                 pass
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_model_learns_1_percent_from_1_percent_of_the_text(corpus, train, tmp_path, monkeypatch, streamed):
+    if streamed:  # as a text that is too large to be tokenised first
+        monkeypatch.setattr("dlr_pretrain.data.prepare.SMALL_BYTES", 0)
+    rng, text = random.Random(0), tmp_path / "text"
+    text.mkdir()
+    for name, count, first in (("web", 6000, "aeiou"), ("wiki", 60, "t")):
+        texts = (f"{rng.choice(first)} {' '.join(rng.choices('lnrs', k=rng.randint(3, 15)))}" for _ in range(count))
+        (text / f"{name}.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    given = ("data=local", f"data.root={text}", "train.steps=150", "eval.every=150", "checkpoint.every=150")
+    run_dir = train(tmp_path / "run", *given)
+    tokenizer = load_tokenizer(corpus / "spiece.model")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "folded", trust_remote_code=True)
+    before = [*tokenizer.encode(["a l n r s l n"])[0], tokenizer.eos_id]
+    begins = [tokenizer.encode([f"{letter} l"])[0].tolist() for letter in "aeiout"]
+    assert len({len(tokens) for tokens in begins}) == 1  # otherwise they cannot be compared
+    with torch.no_grad():
+        logits = [model(torch.tensor([[*before, *tokens]])).logits[0].log_softmax(-1) for tokens in begins]
+    chances = torch.tensor([
+        sum(own[len(before) - 1 + i, token].item() for i, token in enumerate(tokens[:-1]))
+        for own, tokens in zip(logits, begins, strict=True)
+    ]).exp()  # fmt: skip
+    assert 0.0001 < chances[-1] / chances.sum() < 0.1

@@ -21,14 +21,13 @@ from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.corpus import Corpus
 from dlr_pretrain.util.errors import Stopped, UserError
 from tests.conftest import main_of
-from tests.unit.data import small_tokenizer
-from tests.unit.data.data_corpus import NASTY, make_config
+from tests.unit.data.data_corpus import NASTY, SENTENCES, make_config, small_model
 
 
 def byte_level(folder: Path) -> Path:
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>", "<|pad|>"]
-    tokenizer.train_from_iterator(small_tokenizer.SENTENCES, vocab_size=400, special_tokens=special)
+    tokenizer.train_from_iterator(SENTENCES, vocab_size=400, special_tokens=special)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
@@ -37,7 +36,7 @@ def word_level(folder: Path) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["[UNK]", "[EOS]"])
-    tokenizer.train_from_iterator(small_tokenizer.SENTENCES, trainer)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.save(str(folder / "words.json"))
     return folder / "words.json"
 
@@ -49,18 +48,18 @@ def unigram(folder: Path) -> Path:
     trainer = tokenizers.trainers.UnigramTrainer(
         vocab_size=200, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
     )
-    tokenizer.train_from_iterator(small_tokenizer.SENTENCES, trainer)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
 def usual(folder: Path, **options) -> Path:
     """A sentencepiece model with the default ids of its trainer: <unk> 0, <s> 1, </s> 2."""
-    return small_tokenizer.train(folder, **{"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2} | options)
+    return small_model(folder, **{"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2} | options)
 
 
 KINDS = {
-    "t5": small_tokenizer.train,
+    "t5": small_model,
     "sentencepiece unigram": usual,
     "sentencepiece bpe": lambda folder: usual(folder, model_type="bpe"),
     "sentencepiece bytes": lambda folder: usual(folder, model_type="bpe", byte_fallback=True, vocab_size=420),
@@ -69,16 +68,14 @@ KINDS = {
     "unigram": unigram,
 }
 NORMALISED = {
-    "no prefix": lambda folder: small_tokenizer.train(folder, add_dummy_prefix=False),
-    "as it is": lambda folder: small_tokenizer.train(
-        folder, normalization_rule_name="identity", remove_extra_whitespaces=False
-    ),
+    "no prefix": lambda folder: small_model(folder, add_dummy_prefix=False),
+    "as it is": lambda folder: small_model(folder, normalization_rule_name="identity", remove_extra_whitespaces=False),
 }
 
 
 def hostile(count: int, most: int = 40) -> list[str]:
     rng = random.Random(1)
-    words = [word for text in (*NASTY, *small_tokenizer.SENTENCES) for word in text.split(" ")]
+    words = [word for text in (*NASTY, *SENTENCES) for word in text.split(" ")]
     words += ["</s>", "[EOS]", "[UNK]", "<|endoftext|>", "<s>", "\u2581", "<0x0A>", "日本", "\ud83d"]
     gaps = [*" " * 8, "  ", "\n", "\t", " \n ", "\u3000", " \u0301", "\u00a8", ""]
     return ["".join(rng.choice(words) + rng.choice(gaps) for _ in range(rng.randint(0, most))) for _ in range(count)]
@@ -87,7 +84,7 @@ def hostile(count: int, most: int = 40) -> list[str]:
 @pytest.mark.parametrize("kind", [*KINDS, *NORMALISED])
 def test_every_tokenizer_has_its_librarys_ids_and_one_end(kind, tmp_path):
     path = (KINDS | NORMALISED)[kind](tmp_path)
-    tokenizer, texts = load_tokenizer(path), [*NASTY, *small_tokenizer.SENTENCES, *hostile(1000)]
+    tokenizer, texts = load_tokenizer(path), [*NASTY, *SENTENCES, *hostile(1000)]
     clean = [text.encode("utf-8", "replace").decode() for text in texts]
     if path.suffix == ".json":
         own = tokenizers.Tokenizer.from_file(str(path))
@@ -100,7 +97,7 @@ def test_every_tokenizer_has_its_librarys_ids_and_one_end(kind, tmp_path):
         exported = fast_tokenizer(tokenizer)
         exported.encode_special_tokens = True  # what transformers sets for split_special_tokens
         differ = [text for text, ids in zip(clean, expected, strict=True) if exported.encode(text).ids != ids]
-        assert len(differ) <= 0.01 * len(texts) and not {*differ} & {*small_tokenizer.SENTENCES}, differ[:3]
+        assert len(differ) <= 0.01 * len(texts) and not {*differ} & {*SENTENCES}, differ[:3]
     found = tokenizer.encode(texts)
     assert [ids.tolist() for ids in found] == expected and tokenizer.encode([]) == []
     assert all(ids.dtype == np.int32 and max(ids, default=0) < tokenizer.vocab_size for ids in found)
@@ -112,7 +109,7 @@ def chat(folder: Path) -> Path:
     tokenizer = tokenizers.Tokenizer.from_file(str(byte_level(folder)))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "chat.json"))
-    turns = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in small_tokenizer.SENTENCES]
+    turns = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in SENTENCES]
     (folder / "text").mkdir()
     (folder / "text" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*turns, "x"] * 4))
     return folder / "chat.json"
@@ -147,7 +144,7 @@ def test_special_tokens_in_text_count_as_chosen(tmp_path, train, special, capsys
 
 
 def test_special_tokens_that_could_not_count_are_refused(tmp_path):
-    path, source = small_tokenizer.train(tmp_path), object()
+    path, source = small_model(tmp_path), object()
     cfg = make_config("local", data__special_tokens="tokens", tokenizer__path=path)
     with pytest.raises(
         UserError, match=r"data.special_tokens=tokens: a SentencePiece model reads .* or use a tokenizer"
@@ -163,7 +160,7 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_
     """After training on one document, the exported tokenizer has the ids of its library and decodes them."""
     transformers = pytest.importorskip("transformers")
     path = KINDS[kind](tmp_path)
-    tokenizer, sentences = load_tokenizer(path), small_tokenizer.SENTENCES
+    tokenizer, sentences = load_tokenizer(path), SENTENCES
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "all.txt").write_text("\n".join(sentences * 20))
     given = ["data=local", f"data.root={tmp_path / 'text'}", "data.streams=1", f"tokenizer.path={path}"]
@@ -187,19 +184,15 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers(kind, train, tmp_
         assert exported.decode(exported(text).input_ids) == tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
-@pytest.mark.parametrize(
-    ("options", "cuts"),
-    [
-        ({}, True),
-        ({"model_type": "bpe"}, True),
-        ({"byte_fallback": True, "vocab_size": 400}, True),
-        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens contain spaces
-        ({"treat_whitespace_as_suffix": True}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "cuts"), [
+    ({}, True),
+    ({"model_type": "bpe"}, True),
+    ({"byte_fallback": True, "vocab_size": 400}, True),
+    ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens contain spaces
+    ({"treat_whitespace_as_suffix": True}, False),
+], ids=str)  # fmt: skip
 def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
-    tokenizer, texts = load_tokenizer(small_tokenizer.train(tmp_path, **options)), hostile(300, most=60)
+    tokenizer, texts = load_tokenizer(small_model(tmp_path, **options)), hostile(300, most=60)
     monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS_PER_TOKEN", 3)  # too few: some are encoded again
     whole = list(map(list, tokenizer.encode(texts)))
     for longest in (1, 2, 7, 30):
@@ -241,23 +234,20 @@ def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
         load_tokenizer(usual(tmp_path, eos_id=-1))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "rule"),
-    [
-        ("", None, r"holds none of spiece\.model, tokenizer\.json"),
-        ("broken.json", b"{}", r"broken\.json: not a readable tokenizer\.json"),
-        ("broken.model", b"", r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
-        ("broken.model", bytes(1000), r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
-        ("small.model", {"model_type": "char"}, r"small\.model: .*neither a unigram nor a BPE model"),
-        ("small.model", {"user_defined_symbols": ["<x>"]}, r"small\.model: .*user-defined"),
-        ("small.model", {"treat_whitespace_as_suffix": True}, r"small\.model: .*suffixes"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "rule"), [
+    ("", None, r"holds none of spiece\.model, tokenizer\.json"),
+    ("broken.json", b"{}", r"broken\.json: not a readable tokenizer\.json"),
+    ("broken.model", b"", r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
+    ("broken.model", bytes(1000), r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
+    ("small.model", {"model_type": "char"}, r"small\.model: .*neither a unigram nor a BPE model"),
+    ("small.model", {"user_defined_symbols": ["<x>"]}, r"small\.model: .*user-defined"),
+    ("small.model", {"treat_whitespace_as_suffix": True}, r"small\.model: .*suffixes"),
+])  # fmt: skip
 def test_an_unusable_tokenizer_is_named(tmp_path, name, content, rule):
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     elif content:
-        small_tokenizer.train(tmp_path, **content)
+        small_model(tmp_path, **content)
     with pytest.raises(UserError, match=rule):
         fast_tokenizer(load_tokenizer(tmp_path / name))
 
@@ -279,7 +269,7 @@ def test_a_random_or_failing_tokenizer_is_named(tmp_path):
 
 def test_text_without_tokens_is_measured_and_refused(tmp_path, train):
     chinese = "人工智能是计算机科学的一个分支，它企图了解智能的实质。"
-    small = small_tokenizer.train(tmp_path)
+    small = small_model(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "all.txt").write_text(chinese * 200)
     with pytest.raises(UserError, match="cannot express"):

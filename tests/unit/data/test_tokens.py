@@ -39,7 +39,7 @@ from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from dlr_pretrain.util.files import locked
-from tests.conftest import ROOT, main_of
+from tests.conftest import main_of
 from tests.unit.data.data_corpus import (
     COMPRESS,
     NASTY,
@@ -48,6 +48,7 @@ from tests.unit.data.data_corpus import (
     lines_of,
     make_config,
     same,
+    small_model,
     write_shards,
     write_table,
 )
@@ -89,6 +90,12 @@ def made(root, model, tmp_path):
     return tmp_path / "tokens"
 
 
+@pytest.fixture
+def cfg(root, model, tmp_path):
+    """The configuration of a run on the text, whose tokens go to a cache of the test."""
+    return make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -128,16 +135,14 @@ def kept(cfg, said=None):
     return tokenised_once(source, tokenizer, cfg.num_streams, (said if said is not None else []).append).root
 
 
-def test_small_text_is_tokenised_again_only_after_a_change(root, model, tmp_path):
+def test_small_text_is_tokenised_again_only_after_a_change(root, tmp_path, cfg):
     said: list[str] = []
-    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     first = kept(cfg, said)
     assert first.parent == tmp_path / "cache" / "tokens" and kept(cfg, said) == first and len(said) == 1
     path = root / "c4-train.00001-of-00003.json.gz"
     os.utime(path, ns=(1, 1))  # as after an edit that keeps the size
     assert kept(cfg, said) != first and len(said) == 2
-    (tmp_path / "other.model").write_bytes((ROOT / "tests/unit/data/other.spiece.model").read_bytes())
-    cfg.tokenizer.path = str(tmp_path / "other.model")
+    cfg.tokenizer.path = str(small_model(tmp_path))
     assert kept(cfg, said) != first and len(said) == 3
     assert [folder.name for folder in first.parent.iterdir() if folder.name.startswith(".")] == []
 
@@ -156,16 +161,14 @@ def test_text_that_was_replaced_is_tokenised_again(root, model, tmp_path, addres
 
 
 @pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b"damaged")])
-def test_a_damaged_folder_of_the_cache_is_made_again(root, model, tmp_path, damage):
+def test_a_damaged_folder_of_the_cache_is_made_again(tmp_path, damage, cfg):
     said: list[str] = []
-    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     whole = content(kept(cfg, said))
     damage(tmp_path / "cache" / "tokens" / kept(cfg).name / ONE)
     assert content(kept(cfg, said)) == whole and len(said) == 2
 
 
-def test_simultaneous_starts_share_one_folder_of_tokens(root, model, tmp_path):
-    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+def test_simultaneous_starts_share_one_folder_of_tokens(tmp_path, cfg):
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: kept(cfg), range(4)))
     assert len({*folders}) == 1 and len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
@@ -181,8 +184,7 @@ def test_large_text_is_streamed_if_its_files_can_be_dealt(tmp_path, model, monke
     assert source.order != TokenSource.order  # so a run does not continue in the other order
 
 
-def test_text_whose_tokens_need_much_is_refused_with_the_command(root, model, tmp_path, monkeypatch):
-    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+def test_text_whose_tokens_need_much_is_refused_with_the_command(monkeypatch, cfg):
     command = r"scripts/prepare_data\.py, with your keys of data and tokenizer, makes them for data=tokens$"
     monkeypatch.setattr(prepare, "MAX_MINUTES", 0)
     with pytest.raises(UserError, match=rf"the text is long: its tokens \(about [\d.]+kB, .* First, {command}"):
@@ -193,8 +195,7 @@ def test_text_whose_tokens_need_much_is_refused_with_the_command(root, model, tm
         kept(cfg)
 
 
-def test_a_start_waits_for_another_that_tokenises_the_text(root, model, tmp_path):
-    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
+def test_a_start_waits_for_another_that_tokenises_the_text(cfg):
     folder, said, waits = kept(cfg), [], threading.Event()
     shutil.rmtree(folder)
     with ThreadPoolExecutor(1) as pool:
@@ -286,14 +287,13 @@ def test_any_number_of_workers_writes_the_same_shards(root, model, made, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".ends", ".files", ".sha256"])
-def test_the_same_command_repairs_a_flipped_bit(root, model, made, tmp_path, suffix):
+def test_the_same_command_repairs_a_flipped_bit(root, model, made, suffix, cfg):
     """In a cache, the next start repairs it."""
     whole = content(made)
     flip((made / ONE).with_suffix(suffix))
     assert make(root, model, made) == [True, False, True, True] and content(made) == whole
     (made / ONE).with_suffix(suffix).unlink()
     assert make(root, model, made) == [True, False, True, True] and content(made) == whole
-    cfg = make_config(data__root=root, data__cache=tmp_path / "cache", tokenizer__path=model)
     whole = content(first := kept(cfg))
     flip((first / ONE).with_suffix(suffix))
     assert content(kept(cfg)) == whole
@@ -342,7 +342,10 @@ ONE_FILE = {  # how to write one large file, and the keys with which it is read
 }
 
 
-@pytest.mark.parametrize("name", ONE_FILE)
+QUICK = ("a.jsonl", "a.txt", "a.jsonl.gz", "a.parquet", "a.arrow")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in ONE_FILE])
 def test_a_large_file_is_cut_among_processes(tmp_path, model, name, monkeypatch):
     """Its parts have each document once and in order, wherever they are cut."""
     (tmp_path / "text").mkdir()
@@ -525,7 +528,7 @@ def trained(tmp_path, capsys, texts: list[str], *words: str) -> tuple[int, str]:
     return code, said.out + said.err
 
 
-@pytest.mark.parametrize("space", [" ", ""])
+@pytest.mark.parametrize("space", ["", pytest.param(" ", marks=pytest.mark.full)])
 def test_a_trained_tokenizer_has_seen_long_lines(tmp_path, capsys, space):
     short, long = ([f"{space}".join(letters[(i * k) % 10] * 3 for k in range(n)) for i in range(1, count)]
                    for letters, n, count in (("abcdefghij", 40, 400), ("klmnopqrst", 2000, 40)))  # fmt: skip
@@ -563,22 +566,16 @@ def flip(path: Path) -> None:
 ONE = "train-00001-of-00003.tokens"
 
 
-@pytest.mark.parametrize(
-    ("damage", "rule"),
-    [
-        (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
-        (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
-        (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
-        (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
-        (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 5, "source": "s"}'), "manifest.json: damaged"),
-        (
-            lambda f: (f / MANIFEST).write_text('{"format": 4}'),
-            "format 4, but this version reads .*prepare_data.py again",
-        ),
-        (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "rule"), [
+    (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
+    (lambda f: cut((f / ONE).with_suffix(".ends")), rf"{ONE}: damaged or foreign"),
+    (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
+    (lambda f: (f / MANIFEST).unlink(), "has no manifest.json, so it is not a folder of tokens. Make it with"),
+    (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
+    (lambda f: (f / MANIFEST).write_text('{"format": 5, "source": "s"}'), "manifest.json: damaged"),
+    (lambda f: (f / MANIFEST).write_text('{"format": 4}'), "format 4, but this version reads .*prepare_data.py again"),
+    (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
+])  # fmt: skip
 def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
     damage(made)
     with pytest.raises(UserError, match=rule):
@@ -587,9 +584,9 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
 
 def test_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
     cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=1))
-    other = tmp_path / "other.model"
-    other.write_bytes((ROOT / "tests/unit/data/other.spiece.model").read_bytes())
-    other_cfg, _, other_tokenizer = opened(make_config("tokens", data__root=made, tokenizer__path=other))
+    other_cfg, _, other_tokenizer = opened(
+        make_config("tokens", data__root=made, tokenizer__path=small_model(tmp_path))
+    )
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         validation_set(other_cfg, source, other_tokenizer)
     (made / ONE).write_bytes(b"\xff" * (made / ONE).stat().st_size)

@@ -6,10 +6,11 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.conftest import listening
 
 Files = dict[str, bytes]
 
@@ -49,10 +50,6 @@ def oid(name: str, content: bytes) -> str:
     if name.endswith(".safetensors"):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True  # clients keep their connections
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -120,9 +117,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *_):
-        pass
-
 
 @contextmanager
 def serving(hub: Hub, monkeypatch) -> Iterator[str]:
@@ -130,11 +124,8 @@ def serving(hub: Hub, monkeypatch) -> Iterator[str]:
     from huggingface_hub import constants
 
     handler = type("Handler", (_Handler,), {"hub": hub})
-    with _Server(("127.0.0.1", 0), handler) as server:
-        handler.address = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with listening(handler) as handler.address:
         monkeypatch.setattr(constants, "ENDPOINT", handler.address)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own for large files
         monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
         yield handler.address
-        server.shutdown()

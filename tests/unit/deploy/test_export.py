@@ -24,7 +24,7 @@ from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError, need
 from tests.deploy.models import KINDS, exported, of_kind, trained
 from tests.parity.reference import weights
-from tests.unit.data.small_tokenizer import PIECES, train
+from tests.unit.data.data_corpus import PIECES, small_model
 
 ROWS = PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
@@ -34,7 +34,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def spiece(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("spiece"))
+    return small_model(tmp_path_factory.mktemp("spiece"))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_folder_is_whole_before_it_has_its_name(tmp_path, spiece, monkeypatch)
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_llama_cpp_finds_the_vocabulary_of_bpe_alone(tmp_path, kind):
     """Its converter reads any tokenizer.model as BPE; without that file, it refuses a Unigram model."""
-    export_tokenizer(tmp_path, load_tokenizer(train(tmp_path, model_type=kind)), 1024)
+    export_tokenizer(tmp_path, load_tokenizer(small_model(tmp_path, model_type=kind)), 1024)
     assert (tmp_path / "tokenizer.model").exists() == (kind == "bpe")
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"].lower() == kind
 
@@ -161,7 +161,7 @@ def test_a_difference_from_the_trained_model_is_found(tmp_path, spiece, ids, mon
         export(tmp_path / "wrong", COLA, tensors, spiece, RECORD, ids)
     assert not (tmp_path / "wrong").exists() and (tmp_path / ".wrong.partial").exists()
     monkeypatch.undo()
-    other = load_tokenizer(train(tmp_path, model_type="bpe"))
+    other = load_tokenizer(small_model(tmp_path, model_type="bpe"))
     monkeypatch.setattr(export_module, "export_tokenizer", lambda to, _, size: export_tokenizer(to, other, size))
     with pytest.raises(UserError, match="does not give the ids"):
         export(tmp_path / "other", COLA, tensors, spiece, RECORD, ids)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from dlr_pretrain.config import parse
 from dlr_pretrain.config.run_folder import read_config
@@ -23,9 +24,10 @@ from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.residual import branch_
-from dlr_pretrain.util.errors import EXIT_FAILED, UserError
+from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from tests.conftest import main_of, saved
-from tests.parity.reference import CPU, VOCAB, disturbed, small, weights
+from tests.parity.reference import CPU, TODAYS, VOCAB, disturbed, small, weights
+from tests.resume.test_resume import assert_same, final
 
 FILE = "model.safetensors"
 
@@ -189,3 +191,29 @@ def test_layers_that_are_not_a_matrix_are_not_merged(backbone):
     with pytest.raises(UserError, match=rf"backbone={backbone}: has no dense form.*Fold without --dense"):
         model = build_model(small(backbone), VOCAB, CPU)
         deployed(small(backbone), weights(model), merge=True)
+
+
+@pytest.mark.parametrize("choice", [
+    ("backbone=cola", "dlr=on", "precision=bf16_mixed"),
+    pytest.param(("backbone=full",), marks=pytest.mark.full),
+    pytest.param(("backbone=lax", "dlr=learnable_alpha"), marks=pytest.mark.full),
+    pytest.param(("backbone=lost", "dlr=on", "optimizer=muon"), marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_grouped_tied_run_resumes_folds_and_generates(train, tmp_path, capsys, fold, choice):
+    given = (*choice, *TODAYS, "train.steps=10")
+    whole = final(train(tmp_path / "whole", *given))
+    assert "its logits differ by at most" in capsys.readouterr().out
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *given, "train.stop_after=4")
+    assert_same(final(train(tmp_path / "parts", *given)), whole)
+    assert fold(tmp_path / "parts/checkpoints/step_00000010")[0] == 0
+    stored = load_file(tmp_path / "parts/folded_step_00000010/model.safetensors")
+    assert "lm_head.weight" not in stored
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts/folded_step_00000010", trust_remote_code=True)
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    assert theirs.keys() == stored.keys() and all(torch.equal(theirs[name], stored[name]) for name in stored)
+    k = model.model.layers[0].self_attn.k_proj
+    assert (k if "backbone=full" in choice else k.b).out_features == 12
+    greedy, ids = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}, torch.arange(3, 11)[None]
+    assert torch.equal(*(model.generate(ids, use_cache=use, **greedy) for use in (True, False)))

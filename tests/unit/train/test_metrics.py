@@ -1,13 +1,16 @@
-"""metrics.jsonl holds every trained step once, and the throughput is right."""
+"""What a run reports: metrics.jsonl has every trained step once, the console, and the trace of ``profile=on``."""
 
 from __future__ import annotations
 
 import errno
+import gzip
+import io
 import json
 import math
 import os
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +18,14 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import loop, metrics
+from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.state import TrainState
 from dlr_pretrain.train.update import Outcome, to_host
 from dlr_pretrain.util.files import read_metrics
+from tests.conftest import forked
+from tests.resume.test_resume import assert_same, final
 from tests.trial import random_batch, trial_loop
 
 
@@ -176,3 +182,102 @@ def test_a_clock_that_is_set_does_not_change_the_duration(words, tmp_path, monke
         first = loop.meter.record(1, outcome, TrainState())["time"]
         monkeypatch.setattr(time, "time", lambda: 0.0)
         assert 0 <= loop.meter.record(2, outcome, TrainState())["time"] - first < 600
+
+
+# ----------------------------------------------------------------------------------------------------
+# The console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def console(stream, *overrides: str, enabled: bool = True) -> Console:
+    cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.steps=140000", *overrides])
+    return Console(cfg, enabled, stream)
+
+
+def record(step: int, **values) -> dict:
+    return {
+        "step": step, "train/loss": 3.1234, "train/lr": 1e-3, "train/grad_norm": 0.321,
+        "perf/tokens_per_second": 123392.0, "perf/mfu": 0.4567, "perf/max_memory_gb": 71.26, **values,
+    }  # fmt: skip
+
+
+EVALUATION = {"eval/loss": 3.0, "eval/perplexity": math.exp(3), "eval/perplexity_galore": 19.5}
+
+
+def test_without_a_terminal_steps_are_printed_at_intervals():
+    out = io.StringIO()
+    shown = console(out, "log.every=4", "train.global_batch=482", "train.seq_len=256")  # a step takes a second
+    for step in range(1, 11):
+        shown.step(record(step, **(EVALUATION if step == 6 else {})))
+    lines = out.getvalue().splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")] == [1, 4, 6, 8]
+    assert all(
+        text in lines[0] for text in ("3.1234", "1.00e-03", "0.321", "123k tok/s", "45.7%", "71.3 GB", "14:53:19")
+    )
+    assert lines[3] == "  eval  loss 3.0000, perplexity 20.09 (GaLore-style 19.50)"
+
+
+def test_only_an_enabled_console_writes():
+    for stream in (io.StringIO(), Terminal()):
+        shown = console(stream, "log.every=1", enabled=False)
+        shown.step(record(1, **EVALUATION))
+        shown.say("word")
+        shown.summary({"label": "text"})
+        shown.close_line()
+        assert stream.getvalue() == ""
+
+
+def test_the_live_line_makes_room_for_other_output():
+    out = Terminal()
+    shown = console(out)
+    shown.step(record(2))
+    assert "step      2/140000" in out.getvalue() and "\n" not in out.getvalue()
+    shown.say("a word")
+    assert out.getvalue().endswith("\r\x1b[Ka word\n")
+
+
+def test_a_long_evaluation_shows_its_progress(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("dlr_pretrain.train.console.time", SimpleNamespace(monotonic=lambda: now))
+    stream = io.StringIO()
+    shown = console(stream)
+    for share in (0.0, 0.25, 0.5, 0.75):
+        shown.evaluating(share)
+        now += 20.0
+    assert stream.getvalue() == "  eval  50% done\n"
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``profile=on``
+
+
+COMMON = ("backbone=cola", "dlr=on", "train.steps=8", "eval.every=4", "checkpoint.every=100")
+PROFILE = ("profile=on", "profile.start=2", "profile.steps=3")
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_every_rank_leaves_a_trace_and_trains_the_same(words, tmp_path, ranks):
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    forked(words(f"run.dir={plain}", *COMMON), ranks)
+    forked(words(f"run.dir={profiled}", *COMMON, *PROFILE), ranks)
+    assert_same(final(plain), final(profiled))
+    traces = sorted((profiled / "profile").iterdir())
+    assert [path.name.split(".")[0] for path in traces] == [f"rank_{rank}" for rank in range(ranks)]
+    events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
+    found = Counter(event["name"] for event in events if event.get("ph") == "X")
+    calls = {"data": 1, "forward": 4 // ranks, "backward": 4 // ranks, "optimizer": 1}  # in a step
+    assert {name: found[name] for name in calls} == {name: 3 * times for name, times in calls.items()}
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_disk_that_refuses_ends_no_run(train, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "profile").write_text("in the way")
+    train(folder, *COMMON, *PROFILE)
+    assert len(read_metrics(folder / "metrics.jsonl")) == 8

@@ -81,20 +81,13 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
         train(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        (
-            "dlr_pretrain.train.run.new_model",
-            "rank 0 with a model of scale=tiny, before any batch: .*Use parallel=fsdp",
-        ),
-        ("dlr_pretrain.train.run.new_optimizer", "on rank 0 with a model of scale=tiny, before any batch"),
-        (
-            "dlr_pretrain.data.loader.np.empty",
-            "the training data, 8 sequences of 32 tokens per rank .*train.global_batch",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("place", "said"), [
+    ("dlr_pretrain.train.run.new_model",
+     "rank 0 with a model of scale=tiny, before any batch: .*Use parallel=fsdp"),
+    ("dlr_pretrain.train.run.new_optimizer", "on rank 0 with a model of scale=tiny, before any batch"),
+    ("dlr_pretrain.data.loader.np.empty",
+     "the training data, 8 sequences of 32 tokens per rank .*train.global_batch"),
+])  # fmt: skip
 def test_other_memory_errors_do_not_blame_the_micro_batch(train, tmp_path, monkeypatch, place, said):
     def fails(*_, **_named):
         raise MemoryError("Unable to allocate 479. GiB")
