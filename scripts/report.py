@@ -34,7 +34,7 @@ def report(given: argparse.Namespace) -> None:
 
     if not __package__:  # this program runs as a file
         sys.path.insert(0, str(Path(__file__).parent))
-    scaling = import_module(f"{__package__}.scaling" if __package__ else "scaling")
+    scaling = import_module(f"{__package__}._scaling" if __package__ else "_scaling")
     made_by = shlex.join(["python", *sys.argv])
     for line in write_reports(given.places, given.output, made_by, given.of_set, scaling.parts):
         say(line, sys.stdout)

@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.train.record import update_record
-from scripts import scaling
+from scripts import _scaling as scaling
 from scripts.geometry import activations, landscape, page, spectra, study
 from scripts.geometry.__main__ import main
 from scripts.geometry.weights import Trained, inner, misfit, places
