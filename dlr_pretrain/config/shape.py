@@ -48,10 +48,8 @@ def read_shape(source: str, given: set[str]) -> dict[str, Any]:
         there = json.loads(text)
         if not isinstance(there, dict):
             raise ValueError("it holds no settings by name")
-        there = (
-            (there.get("rope_scaling") or {}) | (there.get("rope_parameters") or {}) | there
-        )  # transformers 4, and 5
-        there = {name: value for name, value in there.items() if value is not None}
+        rotary = (there.get("rope_scaling") or {}) | (there.get("rope_parameters") or {})  # of transformers 4, and of 5
+        there = {name: value for name, value in (rotary | there).items() if value is not None}
     except (OSError, ValueError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {first_line(error)}"
         raise ConfigError([Problem(FROM, source, rule, "Name a file, its folder, or owner/name on the hub")]) from error
