@@ -32,16 +32,7 @@ SLICES = {
     "g": (
         "Launches, recorded micro-batches, attention, fp8",
         (
-            *(
-                "launches",
-                "few-60m",
-                "few-60m-fsdp",
-                "few-1b",
-                "step-1b",
-                "step-60m",
-                "step-60m-masked",
-                "step-60m-fast-math",
-            ),
+            *("launches", "few-60m", "few-1b", "step-1b", "step-60m", "step-60m-masked", "step-60m-fast-math"),
             *("attention", "fp8", "train-60m", "train-60m-fsdp", "memory-7b"),
         ),
     ),
