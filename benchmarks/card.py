@@ -4,8 +4,6 @@ The products are those of one block, forward and backward: for each layer's A an
 input and that of the weight. ``Layer.shared`` and ``Layer.batched`` define how a layer multiplies.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

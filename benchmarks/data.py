@@ -3,8 +3,6 @@
 Rates are given by wall-clock time and by processor time, which varies less on a shared machine.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import closing

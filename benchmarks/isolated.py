@@ -3,8 +3,6 @@
 ``python -m benchmarks.isolated scale=60m backbone=cola`` prints the JSON that ``isolated`` returns.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -7,8 +7,6 @@ Each line of gpu.jsonl.gz is a result: its slice, its name, and what ``--json`` 
 kept. The lines named runs hold the varying settings and the evaluations of their runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -6,8 +6,6 @@ learned). fp32 losses must agree to 1e-5. For bf16 the bound is ``SPREAD`` times
 runs whose initial weights differ only in rounding: to nearest, or at random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations

@@ -10,8 +10,6 @@ object has ``tensors()``, which returns its parameters under our names, so that 
 which returns the overrides with which we compute the same; ``build_x`` may have its own ``ours_x``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable

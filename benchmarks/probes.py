@@ -1,7 +1,5 @@
 """Answers to questions that decide a design: what a launch costs, whether fp8 pays, how fast ``train.py`` itself is."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import statistics

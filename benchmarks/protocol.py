@@ -1,7 +1,5 @@
 """Comparable times: actions take turns in one process, and their times are compared within each round."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

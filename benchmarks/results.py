@@ -1,7 +1,5 @@
 """Results as Markdown and JSON, with their command, machine, versions and commit."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Times training steps of several variants against each other and against the steps of peers."""
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The variants of a comparison: training steps of several configurations in one process, on one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

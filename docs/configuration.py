@@ -1,7 +1,5 @@
 """Writes the page of all keys: ``python docs/configuration.py > docs/configuration.md``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Which latent an output receives is asked of ``columns_of``, which training uses as well.
 """
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 

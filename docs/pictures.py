@@ -4,8 +4,6 @@ Runs and reports are in results/images; one that is finished there is not traine
 runs of each picture, their first losses and perplexities, and the last losses of the golden runs, which tell the code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 mkdocs takes pages from one folder, but these are in several. ``mkdocs.yml`` names this file as a hook.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig

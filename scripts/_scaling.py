@@ -1,7 +1,5 @@
 """Does the gain survive scale? Losses of runs at several sizes or token counts, and DLR's difference, in a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path

@@ -6,8 +6,6 @@ SIGHUP, SIGUSR1 and SIGUSR2 on to this node's workers, and waits for as long as 
 has saved and the same command continues it. (torchrun exits with 1 after any failure.)
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Train a table of runs, show its state, and write its report: ``python slurm/submit.py --help``."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

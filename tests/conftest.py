@@ -1,7 +1,5 @@
 """Shared by all tests: a small corpus with its tokenizer, real data, and runs in this process or under torchrun."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import importlib.util

@@ -1,7 +1,5 @@
 """Run folders without training: invented numbers, by the trainer's own writers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache

@@ -5,8 +5,6 @@ moved, and an input that was not copied all show as wrong values, as on a GPU. W
 replay, because another graph may use that memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 

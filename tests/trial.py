@@ -1,7 +1,5 @@
 """Updates and a training loop without a run's data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.variants import joined, random_batch

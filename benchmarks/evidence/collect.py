@@ -15,8 +15,6 @@ as columns, the records that figures and tables use: the first, the last, those 
 25th update. Benchmark results are kept unchanged. The same input gives the same bytes.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

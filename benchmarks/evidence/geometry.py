@@ -7,8 +7,6 @@ The text between ``<!-- spectra -->`` and ``<!-- end -->`` is replaced by the ta
 the differences that are shown, and ``scale`` is the table of the report.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

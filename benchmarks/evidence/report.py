@@ -10,8 +10,6 @@ figure. ``collect.py`` describes the tables of runs. Losses are in nats/token; a
 that of the first method in its comparison.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

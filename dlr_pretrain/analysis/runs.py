@@ -3,8 +3,6 @@
 Runs that differ only in their seed form a group. Everything in a report is a function of these frames.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The shape of a LLaMA in the ``config.json`` of ``transformers``, from which ``scale.from`` reads it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hands a folded model on: one commit to a repository of the Hugging Face hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dlr_pretrain.config.key import ON_THE_HUB

@@ -42,10 +42,8 @@ def find_device(cfg: Config) -> torch.device:
     return device
 
 
-def prepare_device(cfg: Config, device: torch.device) -> None:
+def prepare_device(device: torch.device) -> None:
     """Use ``device`` for the first time in a run, and free what earlier runs of a multirun have left on it."""
-    # The gradients of cuDNN's attention with a mask may be NaN, at lengths such as 192 (#196678)
-    torch.backends.cuda.enable_cudnn_sdp(not cfg.data.mask_documents)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         gc.collect()  # a compiled model is a reference cycle

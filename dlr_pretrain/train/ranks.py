@@ -35,7 +35,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     """
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat | None = None):
-        self.cfg, self.heartbeat = cfg, heartbeat or Heartbeat(cfg)
+        self.heartbeat = heartbeat or Heartbeat(cfg)
         self.rank, self.world_size = self.heartbeat.rank, self.heartbeat.world_size
         self.is_main = self.rank == 0
         self.device = find_device(cfg)
@@ -54,11 +54,14 @@ class Ranks(AbstractContextManager["Ranks"]):
                 fix = "On several nodes, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use"
                 raise UserError(f"{reason}. {fix}") from error
         self._network = os.environ.get(NETWORK)
+        self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+        if cfg.data.mask_documents:  # its gradients with a mask may be NaN, at lengths such as 192 (#196678)
+            torch.backends.cuda.enable_cudnn_sdp(False)
         torch.manual_seed(cfg.seed)
 
     def use_device(self) -> None:
         """Use the device for the first time, after all checks that need none."""
-        prepare_device(self.cfg, self.device)
+        prepare_device(self.device)
         if self.world_size > 1:  # NCCL connects in the first collective, and may wait indefinitely for a broken link
             with self.heartbeat.may_wait(max(CONNECT_SECONDS, self.heartbeat.limit)):
                 self.sum(torch.zeros((), device=self.device)).item()
@@ -151,6 +154,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
         A rank that fails may be alone, and leaves the group as it is: NCCL would wait for the other ranks.
         """
+        torch.backends.cuda.enable_cudnn_sdp(self._cudnn_attention)
         lost = self._lost(error)
         together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.step)
         if dist.is_initialized() and together:

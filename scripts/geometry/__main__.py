@@ -1,7 +1,5 @@
 """What a method changes inside a model: ``dlr-geometry runs --output geometry``."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

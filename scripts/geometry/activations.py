@@ -1,7 +1,5 @@
 """Similarity of the activations of two models on the same tokens, block by block."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

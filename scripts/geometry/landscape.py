@@ -3,8 +3,6 @@
 A point is the tensors of a model by name; a direction has some of these names. A surface maps a point to a loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

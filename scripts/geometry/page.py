@@ -1,7 +1,5 @@
 """Tables and figures of a study, from its frames, and its page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple

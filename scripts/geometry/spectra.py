@@ -1,7 +1,5 @@
 """Singular values of the weights, of what training has added, and of what it adds between checkpoints; DLR's share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

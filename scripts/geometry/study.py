@@ -1,7 +1,5 @@
 """What is measured, of which runs and pairs of runs. Each result is kept as a CSV file and not computed again."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -4,8 +4,6 @@ A linear projection is one matrix, W = B A for factors. A projection with a nonl
 factors A and B, and LOST's sparse S, stand apart. Gates and norms are not among the matrices.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

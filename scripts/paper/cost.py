@@ -1,7 +1,5 @@
 """What runs of the paper take: GPU hours, disk, parameters and memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -4,8 +4,6 @@ A column is named by a heading and a label. "paper" beside it has the published 
 the number is as published; otherwise it says what differs, and a note gives the values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The items of the paper (``items.yaml``), the numbers that it prints (``published.csv``), and the items' runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The items of the paper: their states, the page of their results, and docs/reproduce.md."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Comparisons of steps: times are paired, and count only if the losses are right."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

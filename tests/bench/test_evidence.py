@@ -1,7 +1,5 @@
 """The evidence page shows the measured numbers, and its commands are valid; so is the script of the GPU programme."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

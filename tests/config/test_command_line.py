@@ -1,7 +1,5 @@
 """What a command line means, and how mistakes are reported."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

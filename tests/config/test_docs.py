@@ -4,8 +4,6 @@ A command's flags are in the program's help, and its overrides compose. ``-m ful
 The files of docs/extending.md are written, and its commands train, resume, fold and reload.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib

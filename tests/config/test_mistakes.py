@@ -1,7 +1,5 @@
 """Messages for keys and values that do not exist, are invalid or would be ignored: key, value, rule and fix."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 

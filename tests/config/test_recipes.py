@@ -1,7 +1,5 @@
 """The recipes: each row of scripts/paper/items.yaml composes, and its settings are the published ones."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """``scale.from``: the shape of a LLaMA from its ``config.json``; and the keys of today's shapes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

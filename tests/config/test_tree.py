@@ -1,7 +1,5 @@
 """The keys of a run: types, bounds, rules that span keys, identity, and the page that documents them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Small models, their configurations and exported folders, for the tests of exports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

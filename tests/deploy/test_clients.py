@@ -4,8 +4,6 @@ Those that transformers' LLaMA passes, of ``tests/test_modeling_common.py`` of t
 distribution, or of the checkout that DLR_TRANSFORMERS_SOURCE names, which also has the tests of generation.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

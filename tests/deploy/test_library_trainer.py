@@ -1,7 +1,5 @@
 """DLR trains, saves, resumes and folds under the trainers of transformers and TRL, and in PEFT's adapters."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Fine-tuning by TRL is AdamW on the mean loss of the response's tokens; its commands write folders and text."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

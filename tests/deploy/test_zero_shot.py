@@ -1,7 +1,5 @@
 """Zero-shot accuracy by the harness agrees with hand-written scores of each choice, in both conventions."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

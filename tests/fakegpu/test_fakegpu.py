@@ -5,8 +5,6 @@ on such a device. The launcher is not a part of this project: 55 KB of C, which 
 tests use. What such a device shows are waits, launches, memory and graph breaks; values and speed need a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -14,8 +14,6 @@ uncached        graphs that the compiler does not keep for a later start
 host_ms         the host's processor time, of all its threads: the least of some later updates
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

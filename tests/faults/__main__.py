@@ -6,8 +6,6 @@ A fault is caught if its test, which passes without it, fails. The exit code is 
 missed. If code or a test has moved, move the patch; if a test was deleted, name the smallest one that catches it.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

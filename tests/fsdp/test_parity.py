@@ -1,7 +1,5 @@
 """``parallel=fsdp`` and ``hsdp`` train like ``ddp``, each rank holds its share, and runs resume on other ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ rewrites ``curves.json``. Run it only for a change that is meant to move the cur
 move. Tokens come from a fixed Markov chain over 40 ids, not from a corpus, so no version of a tokenizer matters.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

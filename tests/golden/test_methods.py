@@ -11,8 +11,6 @@ ranks are forked from this process. All methods but cola+dlr and lax are compile
 path up to its code generation, in a fraction of the time. ``DLR_MATRIX_BACKEND`` sets one backend for all.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -1,7 +1,5 @@
 """Every test of this folder is marked ``gpu``, and skips on a machine without a GPU."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The model has the 60m shape with a small vocabulary; batches are those of the golden curves.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Packed rows, sharded steps, memory, profiles, exports, the doctor and the benchmarks on a GPU."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Shared by the tests of kills: runs that start at once, with a layer between them and their files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Run as ``python -m tests.kill.driven PIPE MOMENT WORD ...``, this is a run in a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

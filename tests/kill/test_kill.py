@@ -4,8 +4,6 @@ The soak kills one rank, the agent and all ranks, the agent alone (and the run i
 some time after they were asked to stop; after a random time, or inside a save, an evaluation or the fold.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 When the fault is gone, the same command ends where an undisturbed run does, bit for bit.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """The first seconds of a process, and the launcher of ranks: they heed a request to stop, and say what fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

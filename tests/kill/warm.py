@@ -4,8 +4,6 @@ Each line of stdin is a JSON object with the arguments of ``run``; the answer is
 ``layer.c`` was loaded before, it lies between the run and its files.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Each test compiles anew: Dynamo counts the graphs of a function over all tests of a process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A plain LLaMA written from the formulas, one projection at a time: the reference for every backbone."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """DLR in our models: grouping, B and W around an update, folding, ablations in runs, and the gradient's two paths."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """DLR in foreign models: factorise, train in a plain loop, fold, multiply out; and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -55,7 +53,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def train(model: nn.Module, optimizer: torch.Optimizer | None = None, steps: int = 12) -> list[float]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 12) -> list[float]:
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     losses = []
     for step in range(steps):

@@ -1,7 +1,5 @@
 """The fused head and loss against their formula in float64, torch's own, and what they may keep in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Every backbone against a LLaMA written from the formulas in float64; compiled models, today's shapes, documents."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Every optimizer: fifty steps against its paper's algorithm in float64, and the behaviour that all share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

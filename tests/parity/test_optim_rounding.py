@@ -1,7 +1,5 @@
 """precision=bf16_sr: unbiased rounding by bits that depend on (seed, name, step, entry) alone; AdamW with it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Updates by recorded micro-batches equal eager updates bit for bit, and what a recording gets wrong is noticed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import replace

@@ -4,8 +4,6 @@ Triton's interpreter computes the values on a CPU, in a process of its own: kern
 the import on. It knows no bf16 (it multiplies the bits as whole numbers); fp16 takes the same path.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

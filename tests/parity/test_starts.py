@@ -1,7 +1,5 @@
 """How every backbone starts: initial values, channels and supports; exact parameter counts; ReLoRA's merges."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The step: micro-batches, compilation, precisions, failing ranks, padding, and norms."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from contextlib import nullcontext

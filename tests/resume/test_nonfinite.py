@@ -1,7 +1,5 @@
 """An update that is not finite is never applied: it ends the run or is skipped, and its batch is kept."""
 
-from __future__ import annotations
-
 import json
 import math
 

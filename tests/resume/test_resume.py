@@ -1,7 +1,5 @@
 """The same command continues a run, which ends bit for bit like an undisturbed run, also around ReLoRA's merges."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

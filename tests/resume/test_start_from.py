@@ -1,7 +1,5 @@
 """A new run starts from another run, one of its checkpoints, or an exported folder."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """A scheduler for the tests, with two nodes on this machine, if its daemons are installed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

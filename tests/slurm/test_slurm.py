@@ -1,7 +1,5 @@
 """Runs under a real scheduler, with preemptions, killed ranks and lost nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The house stays as it is drawn: who imports whom."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

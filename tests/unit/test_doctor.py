@@ -1,7 +1,5 @@
 """scripts/doctor.py: each check has a time limit, names what it finds with a fix, and touches no run."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import hashlib

@@ -1,7 +1,5 @@
 """W&B and TensorBoard show a run and never block it. The clients are real; the W&B server is on the loopback."""
 
-from __future__ import annotations
-
 import http.server
 import io
 import json

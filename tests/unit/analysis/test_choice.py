@@ -1,7 +1,5 @@
 """Methods compared at their best learning rates: statistics on planted losses, and submit.py's report."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

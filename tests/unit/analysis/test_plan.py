@@ -1,7 +1,5 @@
 """The plan of a run: counts, and memory against real tensors."""
 
-from __future__ import annotations
-
 import gc
 import json
 

@@ -3,8 +3,6 @@
 Run directories are written without training: invented numbers, by the trainer's own writers.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import io

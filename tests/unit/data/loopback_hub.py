@@ -1,7 +1,5 @@
 """A local hub: the part of the Hugging Face hub's protocol that its clients use, with failures on demand."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import random

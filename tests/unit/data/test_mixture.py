@@ -1,7 +1,5 @@
 """Mixtures: which source a sequence comes from, what each epoch of a source reads, and runs on mixtures."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

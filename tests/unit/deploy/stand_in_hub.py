@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub that takes commits: the part of its protocol that ``huggingface_hub`` uses."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

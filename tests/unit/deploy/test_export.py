@@ -1,7 +1,5 @@
 """The exported folder computes what was trained, in transformers, without this package."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A checkpoint folds to the export that the run itself writes at its end, and the report of fold.py is right."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

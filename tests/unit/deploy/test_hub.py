@@ -1,7 +1,5 @@
 """A folded model is handed on to the hub in one commit, by a run and by fold.py; a failed push loses nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The exported layers work in any training loop: gradients, copies, threads and parallel plans."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

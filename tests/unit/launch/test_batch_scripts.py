@@ -1,7 +1,5 @@
 """The batch scripts without a scheduler: what they refuse, and what they do while SLURM does not answer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of runs: expansion, checks, ranks, states, submission, and runs on this machine. Stand-ins replace SLURM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """FLOPs of each backbone against the closed form, at the smallest and at the paper's size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

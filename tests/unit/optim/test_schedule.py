@@ -1,7 +1,5 @@
 """Learning rates as functions of the update: the cosine of the papers' scripts, LORO's restarts, ReLoRA's warm-ups."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """dlr-geometry: each measure by its definition in float64, and where its value is known by hand; then runs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 Run directories are written without training, except in the rehearsal.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

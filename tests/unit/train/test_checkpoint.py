@@ -1,7 +1,5 @@
 """A checkpoint is complete or does not count, whatever interrupts its save, which runs beside training."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

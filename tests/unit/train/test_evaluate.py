@@ -1,7 +1,5 @@
 """Evaluation is right: a model of constant loss, the same loss on any number of ranks, and the GaLore convention."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

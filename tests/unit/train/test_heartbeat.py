@@ -1,7 +1,5 @@
 """One writer per run directory: who is refused, who takes over, and what a damaged beat means."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What a run reports: metrics.jsonl has every trained step once, the console, and the trace of ``profile=on``."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io

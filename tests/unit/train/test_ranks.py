@@ -1,7 +1,5 @@
 """What ranks agree on, and requests to stop at any stage of a run."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

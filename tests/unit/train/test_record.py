@@ -1,7 +1,5 @@
 """The run directory says what the run is, and refuses another run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """train.micro_batch=auto takes the largest micro-batch that fits, and running out of memory says what helps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A command that fails reports the reason in one line and by its exit code, without a secret."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Files that several processes write, folders that belong to someone else, and damaged files of ours."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
