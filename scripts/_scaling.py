@@ -22,9 +22,9 @@ EXPONENTS = np.linspace(-3, 3, 601)
 RESAMPLES = 2000
 NOTE = (
     "With DLR minus without, in nats/token, between runs of one seed: mean ± standard deviation (seeds). The law "
-    "is c (N / N0)^k, fitted to the means, with k from -3 to 3: the data do not bound an interval that ends there. "
-    "Brackets: 95 % percentile bootstrap over seeds, too narrow for fewer than ten or so. Nothing is predicted further "
-    "than one step, as long as the last, beyond the sizes."
+    "is c (N / N0)^k, fitted to means of one sign, with k from -3 to 3 (the data do not bound an interval that ends "
+    "there). Brackets: 95 % percentile bootstrap over seeds, too narrow for fewer than ten or so. Nothing is predicted "
+    "further than one step, as long as the last, beyond the sizes."
 )
 
 
@@ -37,7 +37,7 @@ class PowerLaw:
     def __init__(self, sizes: Sequence[float], samples: Sequence[Sequence[float]]):
         from scipy.stats import bootstrap
 
-        self.sizes, self.samples = np.array(sizes, float), samples
+        self.sizes = np.array(sizes, float)
         self.centre = float(np.exp(np.log(self.sizes).mean()))
         self.reach = float(self.sizes[-1] ** 2 / self.sizes[-2])  # one step beyond the data, as long as the last
         rng = np.random.default_rng(0)
@@ -82,18 +82,21 @@ def parts(all_runs: Runs, folder: Path) -> list[Part]:
     notes = [NOTE, *([f"Left out, as they have several settings: {', '.join(left_out)}."] if left_out else [])]
     runs = runs[~several].assign(dlr=runs.dlr != "off", size=runs[by])
     both = runs[runs.dlr].merge(runs[~runs.dlr][["pair", "seed", "loss"]], on=["pair", "seed"], suffixes=("", "_plain"))
-    rows, laws = [], {}
+    rows, differences, laws = [], {}, {}
     for method, group in both.assign(difference=both.loss - both.loss_plain).groupby("method", sort=False):
         by_size = {size: here.tolist() for size, here in group.groupby("size").difference if len(here) > 1}
+        differences[method], signs = by_size, {np.sign(np.mean(values)) for values in by_size.values()}
         row = {"Method": method} | {amount(size): spread(values, "+.4f") for size, values in by_size.items()}
-        if len(by_size) >= LEAST:
+        if len(by_size) >= LEAST and signs not in ({1}, {-1}):
+            row["k"] = "no law: the means differ in sign"
+        elif len(by_size) >= LEAST:
             law = laws[method] = PowerLaw([*by_size], [*by_size.values()])
             row |= {"k": "{:+.2f} [{:+.2f}, {:+.2f}]".format(*law.exponent())}
             row |= {f"{amount(law.reach)} by the law": "{:+.4f} [{:+.4f}, {:+.4f}]".format(*law(law.reach))}
         rows.append(row)
     shown: list[Part] = [Section("scale", "Does the gain survive scale?", [])]
     shown += [table("scale", f"DLR's difference by {unit}", rows, notes)] if rows else []
-    return [*shown, *draw_losses(runs, by, unit, folder), *draw_laws(laws, unit, folder)]
+    return [*shown, *draw_losses(runs, by, unit, folder), *draw_differences(differences, laws, unit, folder)]
 
 
 def draw_losses(runs: pd.DataFrame, by: str, unit: str, folder: Path) -> Iterator[Picture]:
@@ -107,23 +110,29 @@ def draw_losses(runs: pd.DataFrame, by: str, unit: str, folder: Path) -> Iterato
             yield save_methods(ax, folder, f"scale_{x}", f"loss against {what}")
 
 
-def draw_laws(laws: Mapping[str, PowerLaw], unit: str, folder: Path) -> Iterator[Picture]:
-    """The differences of each method and the law through them, dotted beyond the data; nothing without a law."""
+def draw_differences(
+    differences: Mapping[str, Mapping[float, list[float]]], laws: Mapping[str, PowerLaw], unit: str, folder: Path
+) -> Iterator[Picture]:
+    """The differences of each method at each size, and the law through them, dotted beyond the data, or their means."""
     ax = axes()
-    for (method, law), colour in zip(laws.items(), cycle(COLOURS)):
+    for (method, by_size), colour in zip(differences.items(), cycle(COLOURS)):
+        for size, seeds in by_size.items():
+            ax.plot([size] * len(seeds), seeds, "o", color=colour, markersize=4)
+        if (law := laws.get(method)) is None:
+            ax.plot([*by_size], [np.mean(seeds) for seeds in by_size.values()], "--", color=colour, label=method)
+            continue
         places = np.geomspace(law.sizes[0], law.reach, 60)
         values, lows, highs = np.array([law(place) for place in places]).T
         within = places <= law.sizes[-1]
         ax.plot(places[within], values[within], "--", color=colour, label=method)
         ax.plot(places[~within], values[~within], ":", color=colour)
         ax.fill_between(places, lows, highs, color=to_rgba(colour, 0.15))
-        for size, seeds in zip(law.sizes, law.samples, strict=True):
-            ax.plot([size] * len(seeds), seeds, "o", color=colour, markersize=4)
     ax.axhline(0, color="black", linewidth=0.8)
     logarithmic(ax, unit)
     ax.set_ylabel("loss with DLR minus loss without, nats/token")
-    if laws:
-        about = "Points are seeds, bands hold 95 % of the bootstrap's laws, and dotted is one step beyond the data."
+    if any(differences.values()):
+        about = "Points are seeds, and lines their means, or a law: dotted one step beyond the data, with a band that "
+        about += "holds 95 % of the bootstrap's laws."
         yield save(ax, folder, "scale_difference", f"DLR's difference by {unit}. {about}")
 
 

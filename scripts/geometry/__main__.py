@@ -43,9 +43,14 @@ def run(given: argparse.Namespace) -> None:
     from .weights import Trained
 
     all_runs = read_runs(given.places)
-    runs = [Trained(row) for _, row in all_runs.runs[all_runs.runs.state == "finished"].iterrows()]
+    runs = []
+    for _, row in all_runs.runs[all_runs.runs.state == "finished"].iterrows():
+        try:
+            runs.append(Trained(row))
+        except UserError as error:
+            all_runs.remarks.append(f"{row['name']} is left out: {error}")
     if not runs:
-        raise UserError("no run has finished. Continue one with its command")
+        raise UserError(f"no finished run has sound checkpoints. {' '.join(all_runs.remarks)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     frames = Study(runs, given.sequences, given.directions, given.output / "kept", device).measure(given.parts)
     page.write(frames, all_runs.remarks, shlex.join(["dlr-geometry", *sys.argv[1:]]), given.output)

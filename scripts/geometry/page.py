@@ -11,6 +11,7 @@ from dlr_pretrain.analysis.figures import as_file, axes_of_methods, save_methods
 from dlr_pretrain.analysis.report import Part, Section, write_csv, write_page, write_tables
 from dlr_pretrain.analysis.runs import spread
 from dlr_pretrain.analysis.tables import Table, table
+from dlr_pretrain.util.errors import UserError
 
 
 class Quantity(NamedTuple):
@@ -55,6 +56,7 @@ NOTES = {
     "interpolation": "Loss on a line between two models; the barrier is its height above the line between its ends.",
     "activations": "Linear CKA, unbiased; in the table after the last block.",
 }
+SPREAD = "Mean ± standard deviation (runs, or pairs of runs)."
 MANY = (
     "With DLR minus without, between runs of one seed. The intervals of one number, Student's t, hold together at 95 % "
     "(Bonferroni). There are several numbers: one in twenty is shown by chance. None: no difference is shown."
@@ -78,28 +80,31 @@ def numbers(frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
     for q in QUANTITIES:
         if len(rows := rows_of(frames, q)) and q.x in ("step", "block", ""):
             ends = rows[rows[q.x] == rows.groupby("run")[q.x].transform("max")] if q.x else rows
-            means = ends.groupby(["scale", "method", "dlr", "seed", "run"], sort=False)[q.column].mean()
+            means = ends.groupby(["scale", "method", "dlr", "seed", "run", "kind"], sort=False)[q.column].mean()
             found.append(means.reset_index(name="value").assign(section=q.part, number=q.title))
+    if not found:
+        raise UserError("nothing to show: residuals need DLR, and activations two runs that can be compared")
     return pd.concat(found, ignore_index=True)
 
 
 def tables(every: pd.DataFrame, frames: dict[str, pd.DataFrame]) -> Iterator[Table]:
     """The table of each section: a row for each method."""
     every = every.rename(columns={"scale": "Scale", "method": "Method"})
-    for section, here in every.groupby("section", sort=False):
+    for section, frame in frames.items():
+        here, notes = every[every.section == section], [NOTES[section], SPREAD]
         cells = here.groupby(["Scale", "Method", "number"], sort=False).value.apply(spread, spec=".3g")
-        frame, notes = frames[section], [NOTES[section], "Mean ± standard deviation (runs, or pairs of runs)."]
         if factors := ", ".join(frame.method[frame.space == "A, B"].unique()) if "space" in frame else "":
             notes.append(f"Where A and B are moved instead of W, values compare only with their like: {factors}.")
         if "refused" in frame:
             pairs = frame.dropna(subset=["refused"]).drop_duplicates(["method", "against"])
             notes += [PAIRED, *(f"{p.method} with {p.against} is refused: {p.refused}." for p in pairs.itertuples())]
-        yield table(section, section.title(), cells.unstack(sort=False).reset_index().to_dict("records"), notes)
+        rows = cells.unstack(sort=False).reset_index().to_dict("records") if len(here) else [{"Method": "none"}]
+        yield table(section, section.title(), rows, notes)
 
 
 def differences(every: pd.DataFrame) -> Iterator[Table]:
     """With DLR minus without, between runs of one seed, for each number of a run that both have."""
-    alone = every[~every.run.str.contains("--")].assign(base=every.method.str.replace("+dlr", "", n=1, regex=False))
+    alone = every[~every.kind.isin(KINDS)].assign(base=every.method.str.replace("+dlr", "", n=1, regex=False))
     same = ["scale", "base", "seed", "number"]
     both = alone[alone.dlr].merge(alone[~alone.dlr], on=same, suffixes=("", "_plain"))
     both["difference"], rows = both.value - both.value_plain, []

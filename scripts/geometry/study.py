@@ -121,7 +121,7 @@ class Study:
         """The losses between the ends of two runs, or between the checkpoints of one; or why there are none."""
         ends = [(run, run.steps[-1]) for run in (one, other)]
         legs = [((one, since), (one, step)) for since, step in pairwise(one.steps)] if one is other else [ends]
-        if one is not other and (reason := self.apart(one, other)):
+        if reason := self.apart(one, other) if legs else "it has one checkpoint, and began with other weights":
             yield {"refused": reason, "step": one.steps[-1]}
             return
         surface = landscape.Surface(one.model(one.steps[-1], self.device), self.text(self.source(one)))

@@ -1,6 +1,7 @@
 """dlr-geometry: each measure by its definition in float64, and where its value is known by hand; then runs."""
 
 import math
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.errors import UserError
 from scripts import _scaling as scaling
 from scripts.geometry import activations, landscape, page, spectra, study
 from scripts.geometry.__main__ import main
@@ -224,6 +226,17 @@ def test_a_report_of_three_sizes_shows_the_gain_against_scale(of_three_sizes, tm
     assert "Does the gain survive scale?" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_means_of_both_signs_have_no_law(tmp_path):
+    for number, (rank, gain) in enumerate(((8, 0.1), (16, 0.05), (32, -0.02))):
+        for words, level in ((COLA, 4.0), (COLA_DLR, 4.0 - gain)):
+            for seed in (41, 42):
+                a_run(run := tmp_path / f"{rank}-{level}-{seed}", *words, f"scale.rank={rank}", seed=seed, final=level)
+                update_record(run, {"parameters": 1_000_000 * 2**number})
+    shown = scaling.parts(read_runs([tmp_path]), tmp_path / "figures")
+    assert shown[1].frame.k.tolist() == ["no law: the means differ in sign"]
+    assert (tmp_path / "figures" / "scale_difference.png").exists()
+
+
 def test_two_sizes_show_nothing_and_several_settings_are_named(of_three_sizes, tmp_path):
     two = read_runs([str(of_three_sizes / "8-*"), str(of_three_sizes / "16-*")])
     assert scaling.parts(two, tmp_path) == []
@@ -244,10 +257,11 @@ def frame(**columns) -> pd.DataFrame:
 def test_differences_are_by_seed_with_intervals_of_all_methods():
     runs = {(m, s): v for m, v in (("cola", 1.0), ("cola+dlr", 3.0)) for s, v in ((1, v), (2, v + 1), (3, v + 2))}
     every = pd.DataFrame([
-        {"scale": "tiny", "method": m, "dlr": "dlr" in m, "seed": s, "run": f"{m}{s}", "number": "n", "value": v}
+        {"scale": "tiny", "method": m, "dlr": "dlr" in m, "seed": s, "run": f"{m}--{s}", "kind": "", "number": "n",
+         "value": v}
         for (m, s), v in runs.items()
     ])  # fmt: skip
-    every.loc[every.run == "cola+dlr3", "value"] += 0.3
+    every.loc[every.run == "cola+dlr--3", "value"] += 0.3
     (table,) = page.differences(every)
     row = table.frame.iloc[0]
     deviation = np.std([2, 2, 2.3], ddof=1)
@@ -263,6 +277,17 @@ def test_numbers_are_those_of_the_last_step_and_block():
     ).assign(kind="backbone")}  # fmt: skip
     found = page.numbers(frames)
     assert found.value.tolist() == [0.4] and found.number.tolist() == ["CKA, backbone"]
+
+
+def test_a_part_without_a_number_says_why(tmp_path):
+    refused = frame(run="a--b", method="cola", seed="41", dlr=False, step=[5], refused="their tokenizers differ")
+    share = frame(run="a", method="cola+dlr", seed="41", dlr=True, step=[5], share=[0.5])
+    page.write({"residuals": share, "activations": refused}, [], "", tmp_path)
+    assert "cola with cola is refused: their tokenizers differ." in (tmp_path / "geometry.html").read_text()
+    with pytest.raises(UserError, match=r"nothing to show: .* two runs"):
+        page.numbers({"activations": refused})
+    with pytest.raises(UserError, match="nothing to show"):
+        page.numbers({})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -296,6 +321,19 @@ def test_a_result_is_kept_until_what_it_is_made_from_changes(tmp_path):
     for version in (1, 1, 2):
         found = study.kept(tmp_path / "a" / "b.csv", {"version": version}, compute)
     assert len(computed) == 2 and found.x[0] == pytest.approx(1 / 3, rel=1e-15) and found.refused.isna().all()
+
+
+def test_one_checkpoint_has_no_line_and_none_leaves_a_run_out(train, tmp_path, no_export, capsys):
+    first = train(tmp_path / "runs" / "a", "train.steps=5", "dlr=on")
+    train(tmp_path / "runs" / "b", "train.steps=5", "dlr=on", f"run.start_from={first}", "checkpoint.keep_last=1")
+    words = [str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--sequences", "2"]
+    assert main([*words, "--parts", "interpolation"]) == 0
+    reasons = pd.read_csv(tmp_path / "out" / "interpolation.csv").refused.dropna()
+    assert "it has one checkpoint, and began with other weights" in reasons.tolist()
+    shutil.rmtree(first / "checkpoints")
+    assert main([*words, "--parts", "spectra"]) == 0
+    assert "a is left out: " in (tmp_path / "out" / "geometry.html").read_text()
+    assert main([str(first), *words[1:]]) == 3 and "no finished run has sound checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.full
