@@ -76,6 +76,9 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
+    if "layer" not in vars(type(cfg.backbone)):  # not inherited: a run would have this name and the layers of another
+        options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
+        yield Problem("backbone", cfg.backbone.name, f"its class {options} names no layer", "Set its attribute layer")
     if s.head_dim is not None and s.head_dim % 2:
         yield Problem("scale.head_dim", s.head_dim, "must be even, because rotary embeddings turn pairs of values")
     if s.head_dim is None and s.hidden_size % (2 * s.num_heads):

@@ -51,7 +51,7 @@ class Options:
 @dataclass
 class BackboneOptions(Options):
     shared: ClassVar[Key] = section(binds="weights")
-    layer: ClassVar[Any]  # the class of the projections, a ``models.layer.Layer``
+    layer: ClassVar[Any]  # the class of the projections, a ``models.layer.Layer``; not inherited
     factorized: ClassVar[bool] = False  # y = B z, so DLR can be attached
     swiglu_silu: bool = True
     merge_every: int | None = None  # updates between merges, after which the learning rate warms up again

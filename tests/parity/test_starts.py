@@ -8,10 +8,13 @@ from torch import Tensor
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config.tree import CONFIG_DIR
+from dlr_pretrain.deploy.export import exported_keys
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split, unpadded_sizes
 from dlr_pretrain.models.layer import SeededInit, named_layers
 from dlr_pretrain.models.lowrank import leading
+from tests.deploy.models import KINDS
+from tests.parity import test_models
 from tests.parity.reference import CPU, FORMULAS, PROJECTIONS, VOCAB, State, disturbed, small, weights
 
 full = pytest.mark.full
@@ -45,6 +48,9 @@ def assert_uniform(weight: Tensor, bound: float, rel: float = 0.02) -> None:
 
 def test_every_backbone_has_its_formula():
     assert {path.stem for path in (CONFIG_DIR / "backbone").glob("*.yaml")} == FORMULAS.keys()
+    assert {variant.split()[0] for variant in (*test_models.OTHERS, *test_models.CARRYING)} == FORMULAS.keys()
+    exported = {name for name in FORMULAS if exported_keys(small(name)) is not None}
+    assert {kind.split("-")[0] for kind in KINDS} == exported | {"full"}
 
 
 @pytest.mark.parametrize("backbone", FORMULAS)
