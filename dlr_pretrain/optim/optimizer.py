@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ def checkpoint_bytes(
     return sum(tensor.nbytes for tensor in state.values()) + state_bytes(options, optimized, split)
 
 
+class InOut(Protocol):
+    """``models.residual.Residuals``: residuals in the working weights, which an update must not see."""
+
+    alpha: Tensor | None
+
+    def take_out(self) -> None: ...
+
+    def put_in(self) -> None: ...
+
+    def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
+
+
 class Optimizer:
     """Updates the parameters of a model with its ``parts``: one or more optimizers in the style of ``torch.optim``.
 
@@ -61,14 +73,12 @@ class Optimizer:
         working: Mapping[str, Tensor],
         *,
         values: Mapping[str, Tensor] | None = None,
-        residuals: Any = None,
+        residuals: InOut | None = None,
         split: Split = uncut,
         compiled: bool = False,
         rounding_seed: int | None = None,
     ):
         """``values`` are the fp32 masters of ``working``, if it has masters.
-
-        ``residuals`` are ``models.residual.Residuals`` in the working weights, which an update must not see.
 
         ``split`` cuts fused tensors into matrices, for optimizers that treat them as matrices. These optimizers do not
         support sharded parameters. With others, each rank updates its own rows of such parameters.

@@ -120,8 +120,12 @@ class Study:
     def interpolation(self, one: Trained, other: Trained) -> Iterator[dict]:
         """The losses between the ends of two runs, or between the checkpoints of one; or why there are none."""
         ends = [(run, run.steps[-1]) for run in (one, other)]
-        legs = [((one, since), (one, step)) for since, step in pairwise(one.steps)] if one is other else [ends]
-        if reason := self.apart(one, other) if legs else "it has one checkpoint, and began with other weights":
+        if one is other:
+            legs = [[(one, since), (one, step)] for since, step in pairwise(one.steps)]
+            reason = "" if legs else "it has one checkpoint, and began with other weights"
+        else:
+            legs, reason = [ends], self.apart(one, other)
+        if reason:
             yield {"refused": reason, "step": one.steps[-1]}
             return
         surface = landscape.Surface(one.model(one.steps[-1], self.device), self.text(self.source(one)))
