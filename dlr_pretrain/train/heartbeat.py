@@ -58,6 +58,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self._limits: list[float] = []  # seconds of each open ``may_wait``
         self._ends = False  # whether a thread is about to end this process because of a hang
         self._left = False  # tells the other ranks that this rank ended itself and was not lost
+        self._failed_at: FrameType | None = None  # where a collective failed, once one has
         self._stopped = threading.Event()
         self.record_end: Callable[[UserError], None] = lambda error: None  # writes into the run how it has ended
         self._threads = [
@@ -216,7 +217,8 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             pass
 
     def _write(self, when: float) -> None:
-        where, waits = innermost_line(sys._current_frames().get(threading.main_thread().ident or 0))
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        where, waits = innermost_line(self._failed_at or main)
         record = {"rank": self.rank, "step": self.step, "where": where, "waits": waits, "left": self._left}
         record |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": self._machine, "token": self.token}
         with naming(self.folder / ".beats" / str(self.rank)):
@@ -231,6 +233,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         while self._ends:  # a rank that hangs as well has left first; ``_end`` names the reason and exits
             time.sleep(self.interval)
         reason = first_line(error).partition(". This is typically")[0]
+        self._failed_at = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
         if not self.token:
             return RankLost(f"a rank was lost ({reason})"), True
         self._write_stacks("".join(traceback.format_exception(error)))
