@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,12 +59,24 @@ class InOut(Protocol):
     def alpha_gradient(self, gradients: Mapping[str, Tensor]) -> Tensor: ...
 
 
+class Target(NamedTuple):
+    """A tensor that one of the parts updates."""
+
+    tensor: Tensor  # over all ranks
+    rows: Tensor  # of this rank: the parameter of the part, and ``tensor`` itself where nothing is sharded
+    part: torch.optim.Optimizer
+
+
 class Optimizer:
     """Updates the parameters of a model with its ``parts``: one or more optimizers in the style of ``torch.optim``.
 
-    The model multiplies by the ``working`` weights. An update changes the ``values``, which have the same names: fp32
-    masters, or the working weights themselves, in both cases without residuals. A checkpoint holds the values.
-    ``optimized`` are the trained values as the parts see them: split into matrices, if a part needs matrices.
+    The same weights have three roles:
+
+    working   by fused name, ``...qkv.b``: the model multiplies by them. With DLR they are W = round(B + beta R^T)
+    values    by fused name, and alpha: fp32 masters, or the working weights themselves without their residuals. An
+              update changes the trained ones; a checkpoint holds them all
+    targets   the trained values as the parts see them: by fused name, or by matrix, ``...q_proj.b.weight``, if a part
+              needs matrices. State is named after them
     """
 
     def __init__(
@@ -95,15 +107,13 @@ class Optimizer:
         self.trained = [name for name, p in working.items() if p.requires_grad]
         alpha = {} if residuals is None or residuals.alpha is None else {ALPHA: residuals.alpha}
         self.values |= alpha
-        seen = {name: self.values[name] for name in self.trained}
-        self.optimized = (seen if whole else self.split({n: v.detach() for n, v in seen.items()})) | alpha
-        self.rows = {name: sharded.local_rows(p) for name, p in self.optimized.items()}  # the parameters of the parts
-        self.parts = options.build(self.optimized, How(compiled, rounding_seed))
-        owner = {id(p): part for part in self.parts for group in part.param_groups for p in group["params"]}
-        self.part_of = {name: owner[id(rows)] for name, rows in self.rows.items()}
+        trained = {name: self.values[name] for name in self.trained}
+        tensors = (trained if whole else self.split({n: v.detach() for n, v in trained.items()})) | alpha
+        self.parts = options.build(tensors, How(compiled, rounding_seed))
         self.reads_on_device = all(map(_reads_found_inf, self.parts))
-        model = set(working.values())
-        self.borrowed = [p for p in self.rows.values() if p not in model]  # masters, views, and local rows of shards
+        part_of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
+        rows = {name: sharded.local_rows(p) for name, p in tensors.items()}
+        self.targets = {name: Target(p, rows[name], part_of[rows[name]]) for name, p in tensors.items()}
         self.put_in()  # until now the working weights held B
 
     @torch.no_grad()
@@ -126,15 +136,15 @@ class Optimizer:
 
     @torch.no_grad()
     def collect(self) -> list[Tensor]:
-        """Give each optimized tensor its gradient, in the tensor's dtype; returns all gradients."""
+        """Give each target its gradient, in the target's dtype; returns all gradients."""
         gradients = {}
         for name in self.trained:
             if (gradient := self.working[name].grad) is not None:
                 gradients[name] = gradient.to(self.values[name].dtype)
-        if ALPHA in self.optimized and self.residuals is not None:
+        if ALPHA in self.targets and self.residuals is not None:
             gradients[ALPHA] = self.residuals.alpha_gradient(gradients)
         for name, gradient in self.split(gradients).items():
-            self.rows[name].grad = sharded.local_rows(gradient)
+            self.targets[name].rows.grad = sharded.local_rows(gradient)
         return list(gradients.values())
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
@@ -165,14 +175,14 @@ class Optimizer:
                 part.step()
 
     def clear(self) -> None:
-        """Free the gradients that ``collect`` and ``update`` made, but not those of the model."""
-        for p in self.borrowed:
+        """Free all gradients: those of the model, and those that ``collect`` made from them."""
+        for p in (*self.working.values(), *(target.rows for target in self.targets.values())):
             p.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>/<entry>`` tensors, sharded like their parameters (scalars are not sharded)."""
         return {
-            f"{name}/{entry}": sharded.shard_like(self.optimized[name], value) if value.dim() else value
+            f"{name}/{entry}": sharded.shard_like(self.targets[name].tensor, value) if value.dim() else value
             for name, entry, value in self._entries()
         }
 
@@ -185,11 +195,11 @@ class Optimizer:
         states: dict[str, dict[str, Tensor]] = {}
         for full, stored in tensors.items():
             name, entry = full.rsplit("/", 1)
-            if name not in self.optimized:
+            if name not in self.targets:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
-            states.setdefault(name, {})[entry] = _own(self.optimized[name], self.part_of[name], entry, stored)
+            states.setdefault(name, {})[entry] = _own(self.targets[name], entry, stored)
         for name, state in states.items():
-            self.part_of[name].state[self.rows[name]] = state
+            self.targets[name].part.state[self.targets[name].rows] = state
 
     def release(self) -> None:
         """Free the state after the last update: the device may lack the memory to hold it during the fold."""
@@ -207,7 +217,7 @@ class Optimizer:
         for (name, entry), value in state.items():
             moment, _, part = entry.partition(".")
             if name in names and moment in MOMENTS and part in ("", "codes"):
-                p, zero = self.optimized[name], 0
+                p, zero = self.targets[name].tensor, 0
                 if part == "codes":
                     zero = int(state[name, f"{moment}.map"].abs().argmin())
                 shape = p.shape if sharded.is_sharded(p) else value.shape
@@ -216,8 +226,8 @@ class Optimizer:
                 value.masked_fill_(sharded.own_part(p, dropped), zero)
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
-        for name, p in self.rows.items():
-            for entry, value in self.part_of[name].state.get(p, {}).items():
+        for name, target in self.targets.items():
+            for entry, value in target.part.state.get(target.rows, {}).items():
                 yield name, entry, value
 
 
@@ -236,9 +246,9 @@ def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
     return getattr(part, "_step_supports_amp_scaling", False)  # torch's gradient scaler asks the same way
 
 
-def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Any) -> Tensor:
-    """A copy of this rank's rows of ``stored``, laid out as ``part`` itself lays out state of ``p``."""
-    value = sharded.whole(stored) if entry == "step" else sharded.own_part(p, stored)
-    if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device
+def _own(target: Target, entry: str, stored: Any) -> Tensor:
+    """A copy of this rank's rows of ``stored``, laid out as the part itself lays out its state."""
+    value = sharded.whole(stored) if entry == "step" else sharded.own_part(target.tensor, stored)
+    if entry == "step" and not _reads_found_inf(target.part):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)
-    return empty_state(sharded.local_rows(p), value.shape, value.dtype).copy_(value)
+    return empty_state(target.rows, value.shape, value.dtype).copy_(value)

@@ -74,13 +74,12 @@ class Update:
         self.cfg, self.ranks, self.model, self.optimizer = cfg, ranks, model, optimizer
         if cfg.compile:
             parallel.compile_(cfg, model)
-        self.parameters = list(model.parameters())
         summed_in = parallel.gradient_groups(model, ranks.world_size), sum_dtype(cfg.precision.name, ranks.world_size)
         self.compute: Compute = partial(add_gradients, model, *summed_in)
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
             micro_batches = cfg.train.global_batch // ranks.world_size // self.micro_batch
-            self.compute = Recorded(self.compute, self.parameters, micro_batches, ranks)
+            self.compute = Recorded(self.compute, list(model.parameters()), micro_batches, ranks)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.without_graphs: str | None = None  # after ``close``: why micro-batches were not recorded
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
@@ -128,7 +127,7 @@ class Update:
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
         with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRIX_UPDATE_SECONDS):
             self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
-        self.clear()
+        self.optimizer.clear()
         return norm, skipped
 
     def close(self) -> None:
@@ -136,12 +135,6 @@ class Update:
         if isinstance(self.compute, Recorded):
             self.without_graphs = self.compute.failure
             self.compute = self.compute.compute
-
-    def clear(self) -> None:
-        """Clear all gradients."""
-        self.optimizer.clear()
-        for p in self.parameters:  # model.zero_grad() would walk all modules
-            p.grad = None
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
         """The factor that scales a gradient of ``norm`` down to ``train.clip``, at most 1; None without a bound."""

@@ -248,7 +248,7 @@ def test_one_rank_without_torchrun_is_sharded_too():
         words = ("backbone=cola", "dlr=on", "precision=bf16_mixed")
         with Ranks(config(*words, "parallel=fsdp")) as ranks:
             updates = trial(config(*words, "parallel=fsdp"), ranks, VOCAB)
-            assert all(map(sharded.is_sharded, updates.optimizer.optimized.values()))
+            assert all(sharded.is_sharded(p) for p, *_ in updates.optimizer.targets.values())
             shards, whole = (run(ranks, *words, f"parallel={p}").losses for p in ("fsdp", "ddp"))
             assert shards == pytest.approx(whole, rel=2e-3)
         assert not dist.is_initialized()
@@ -279,7 +279,8 @@ def test_a_plan_counts_what_rank_0_holds(parallel, precision):
             return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
         def counted():
-            held["gradients"] = bytes_of(p.grad for p in (*updates.model.parameters(), *optimizer.optimized.values()))
+            tensors = [p for p, *_ in optimizer.targets.values()]
+            held["gradients"] = bytes_of(p.grad for p in (*updates.model.parameters(), *tensors))
 
         optimizer.clear = counted
         updates(own_batches(cfg, ranks)[0], 0, 1e-3)

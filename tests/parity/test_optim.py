@@ -93,7 +93,7 @@ def updated(optimizer: Optimizer, seeds: range) -> None:
 
 
 def everything(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in optimizer.optimized.items()} | optimizer.state_tensors()
+    return {name: p.detach() for name, (p, *_) in optimizer.targets.items()} | optimizer.state_tensors()
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -226,16 +226,16 @@ def fifty(optimizer: Optimizer) -> tuple[dict[str, list[Tensor]], dict[str, list
     Returns the gradients of each parameter, and of the product of each pair of factors by the name of its B. The
     gradients of factors follow from those of the product at the current factors.
     """
-    given = {name: [] for name in optimizer.optimized}
+    given = {name: [] for name in optimizer.targets}
     products = {name: [] for name in given if name.endswith(".b.weight")}
     for t in range(STEPS):
         give_gradients(optimizer, t, 10 ** math.sin(t))
         for name, found in products.items():
-            b, a = (optimizer.optimized[name.replace(".b.", f".{leaf}.")] for leaf in "ba")
+            b, a = (optimizer.targets[name.replace(".b.", f".{leaf}.")].tensor for leaf in "ba")
             g = torch.randn(len(b), a.shape[1], dtype=b.dtype, generator=torch.Generator().manual_seed(t))
             a.grad.copy_(b.detach().T @ g), b.grad.copy_(g @ a.detach().T)
             found.append(g)
-        for name, p in optimizer.optimized.items():
+        for name, (p, *_) in optimizer.targets.items():
             given[name].append(p.grad.clone())
         optimizer.update(RATES[t], skip=GO, index=t)
     return given, products
@@ -250,12 +250,12 @@ def test_fifty_steps_match_the_papers_algorithm(name, rounding):
     given, products = fifty(optimizer)
     start = {full: p.detach() for full, p in draw(torch.float64).items()}
     plain = adamw if name.startswith(("adamw", "muon")) else partial(adam, restart=4 if name == "loro" else STEPS)
-    for full, p in optimizer.optimized.items():
+    for full, (p, *_) in optimizer.targets.items():
         decay, found = 0.0 if full == ALPHA else 0.1, p.detach()
         if name == "loro" and full in products:  # the signs of singular vectors are arbitrary
             a = full.replace(".b.", ".a.")
             expected = loro(start[full], start[a].T, products[full], RATES, decay)
-            torch.testing.assert_close(found @ optimizer.optimized[a].detach(), expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found @ optimizer.targets[a].tensor.detach(), expected, rtol=0, atol=1e-12)
         if name == "loro" and full.replace(".a.", ".b.") in products:
             continue
         matrix = full.startswith("model.layers") and p.dim() == 2
@@ -287,12 +287,12 @@ def updates_masks_and_states(
     """
     built = partial(Optimizer, choice, rounding_seed=rounding_seed)
     one, two = built(draw(dtype, device=device)), built(draw(dtype, device=device))
-    places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in two.optimized.items()}
+    places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, (p, *_) in two.targets.items()}
     for seed in range(6):
         for skipped in (False, True) if seed else (True, False):
             before = copied(everything(two))
             if skipped:
-                for p in two.optimized.values():
+                for p, *_ in two.targets.values():
                     p.grad = torch.full_like(p, math.nan)
                 two.update(0.1, skip=SKIP.to(device), index=seed)
                 if seed:
@@ -306,13 +306,13 @@ def updates_masks_and_states(
         for value in tensors.values():  # nothing is shared with what was loaded
             value.zero_()
         assert_same_bits(everything(one), everything(two))
-        for name, p in two.optimized.items():
+        for name, (p, *_) in two.targets.items():
             value, *place = places[name]
             assert [p.data_ptr(), p.stride(), p.dtype] == place and p.isfinite().all(), name
             # LORO's fourth step is exact: other factors of the same product
             assert seed != 2 or 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
     measured = sum(value.numel() * value.element_size() for value in two.state_tensors().values())
-    assert measured == state_bytes(choice, two.optimized)
+    assert measured == state_bytes(choice, {name: p for name, (p, *_) in two.targets.items()})
 
 
 @pytest.mark.parametrize(("name", "dtype", "rounding_seed"), [
@@ -360,10 +360,10 @@ def test_a_parameter_without_a_gradient_does_not_change(choice):
     for seed in range(4):
         give_gradients(optimizer, seed)
         for name in idle:
-            optimizer.optimized[name].grad = None
+            optimizer.targets[name].tensor.grad = None
         optimizer.update(0.01, skip=GO, index=seed)
     for name in idle:
-        assert torch.equal(optimizer.optimized[name].detach(), draw()[name].detach())
+        assert torch.equal(optimizer.targets[name].tensor.detach(), draw()[name].detach())
         assert not any(full.startswith(f"{name}/") for full in optimizer.state_tensors())
 
 
@@ -454,10 +454,10 @@ def test_the_compiled_8_bit_step_equals_eager():
     for stance in ("default", "force_eager"):
         with torch.compiler.set_stance(stance):
             optimizer = Optimizer(chosen("adamw_8bit"), draw(torch.bfloat16), compiled=stance == "default")
-            places = [(p.data_ptr(), p.stride()) for p in optimizer.optimized.values()]
+            places = [(p.data_ptr(), p.stride()) for p, *_ in optimizer.targets.values()]
             updated(optimizer, range(5))
-            assert [(p.data_ptr(), p.stride()) for p in optimizer.optimized.values()] == places
-            results.append(torch.cat([p.detach().float().flatten() for p in optimizer.optimized.values()]))
+            assert [(p.data_ptr(), p.stride()) for p, *_ in optimizer.targets.values()] == places
+            results.append(torch.cat([p.detach().float().flatten() for p, *_ in optimizer.targets.values()]))
     assert (results[0] != results[1]).float().mean() < 0.01
     torch.testing.assert_close(*results, rtol=0.01, atol=1e-4)
 

@@ -52,10 +52,11 @@ def updated(cfg: Config, ranks: Ranks, by_graphs: bool, before=lambda update, in
     update, outcomes, tapes = trial(cfg, ranks, VOCAB), [], []
     if by_graphs:
         micro_batches = cfg.train.global_batch // ranks.world_size // update.micro_batch
-        update.compute = Recorded(update.compute, update.parameters, micro_batches, ranks)
+        parameters = list(update.model.parameters())
+        update.compute = Recorded(update.compute, parameters, micro_batches, ranks)
 
         def capture(function, pool):
-            tapes.append(Tape(lambda: [sharded.local_rows(p.grad) for p in update.parameters if p.grad is not None]))
+            tapes.append(Tape(lambda: [sharded.local_rows(p.grad) for p in parameters if p.grad is not None]))
             return tapes[-1], tapes[-1].record(function)
 
         update.compute.capture = capture
@@ -162,7 +163,7 @@ def test_a_graph_that_differs_is_not_used(fault, said, capfd):
 
     def plant(update, index):
         if index == 0:
-            fault.parameters = update.parameters
+            fault.parameters = list(update.model.parameters())
             wrong, own = partial(fault, compute=eager.setdefault(id(update), update.compute)), update.compute
             if isinstance(own, Recorded):
                 own.compute = partial(fault, compute=own.compute)
