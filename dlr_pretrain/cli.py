@@ -126,7 +126,8 @@ def _start(line: CommandLine, configs: list[Config], run: Callable[[Config], flo
             raise
 
     def task(composed: DictConfig) -> float | None:
-        return job(lambda: configure(composed, HydraConfig.get(), line, world_size()))
+        node = HydraConfig.get()
+        return job(lambda: configure(composed, node, node.overrides.task, line, world_size()))
 
     if configs and line.is_plain:
         job(lambda: configs[0])

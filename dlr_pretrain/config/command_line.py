@@ -6,6 +6,7 @@ key gets two, which let Hydra set any key. The composed tree then shows whether 
 """
 
 import argparse
+import copy
 import itertools
 import os
 import re
@@ -34,7 +35,7 @@ from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.run_folder import read_config
 from dlr_pretrain.config.shape import FROM, OURS, name_of, read_shape
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, ROOT, SECTIONS, Config, entry_keys
-from dlr_pretrain.config.values import flatten, parse, to_dict
+from dlr_pretrain.config.values import flatten, merged, parse, to_dict
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
@@ -106,6 +107,7 @@ def _flags() -> argparse.ArgumentParser:
     return parser
 
 
+@cache
 def parse_word(word: str) -> Override:
     """Parse a word by Hydra's grammar. Raises HydraException if this fails."""
     return OverridesParser.create().parse_override(word)
@@ -224,8 +226,7 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     with session():
         for words in jobs(line.words):
             try:
-                composed = _compose(line.config_name, line.config_dir, words)
-                configs.append(configure(composed, composed.hydra, line, world_size, machine))
+                configs.append(configure(*_compose(words, line), words, line, world_size, machine))
             except ConfigError as error:
                 problems += error.problems
             except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
@@ -241,9 +242,26 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     return configs
 
 
-def _compose(name: str, folder: str | None, words: Sequence[str]) -> DictConfig:
-    search = [] if folder is None else [f"hydra.searchpath=[file://{os.path.abspath(folder)}]"]
-    return compose(name, [*search, *words], return_hydra_config=True)
+def _compose(words: Sequence[str], line: CommandLine) -> tuple[DictConfig, DictConfig]:
+    """The configuration of one job, and Hydra's own node. Hydra composes each choice of options only once.
+
+    The keys are then set as Hydra would set them. It does so itself where a word deletes, or names a package.
+    """
+    plain = not any(word.startswith("~") or "@" in key_of(word) for word in words)
+    keys = [word for word in words if plain and word.startswith("++") and not _is_hydras(key_of(word))]
+    search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
+    options, hydra = _of_options(line.config_name, (*search, *(word for word in words if word not in keys)))
+    composed = copy.deepcopy(options)
+    for override in map(parse_word, keys):
+        OmegaConf.update(composed, override.key_or_group, override.value())
+    return composed, hydra
+
+
+@cache
+def _of_options(name: str, words: tuple[str, ...]) -> tuple[DictConfig, DictConfig]:
+    composed = compose(name, [*words], return_hydra_config=True)
+    OmegaConf.set_struct(composed, False)  # so that a key can be added or taken out
+    return composed, composed.pop("hydra")
 
 
 def jobs(words: list[str]) -> Iterator[list[str]]:
@@ -265,23 +283,26 @@ def jobs(words: list[str]) -> Iterator[list[str]]:
 
 
 def configure(
-    composed: DictConfig, hydra: Any, line: CommandLine, world_size: int | None, machine: bool = True
-) -> Config:
-    """The checked ``Config`` of one composed run, with its directory.
+    composed: DictConfig, hydra: Any, words: Sequence[str], line: CommandLine, world_size: int | None,
+    machine: bool = True,
+) -> Config:  # fmt: skip
+    """The checked ``Config`` of one run, composed from ``words``, with its directory.
 
-    ``hydra`` is Hydra's own node, with the chosen options and the overrides. Raises ConfigError with the problems of
-    ``line`` and of all keys, or else with those of the rules between keys.
+    ``hydra`` is Hydra's own node, with the chosen options. Raises ConfigError with the problems of ``line`` and of all
+    keys, or else with those of the rules between keys.
     """
-    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    given, source = set(typed(words)), str(OmegaConf.select(composed, FROM) or "")
+    given = set(typed([word for word in words if not _is_hydras(key_of(word))]))
+    source = str(OmegaConf.select(composed, FROM) or "")
     try:
         cfg = parse(_resolved(composed), given, line.problems)
         if cfg.run.dir is None:
             choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
             named = choices | ({"scale": name_of(source)} if source else {})
-            cfg.run.dir = str(run_folder(cfg, named, default_choices(), given, *_changed(cfg, choices, given, line)))
+            cfg.run.dir = str(run_folder(cfg, named, default_choices(), given, *_changed(cfg, words, given, line)))
         if source:
-            cfg = replace(parse(_resolved(composed, _shape(source, given, Path(cfg.run.dir)))), run=cfg.run)
+            for leaf, value in _shape(source, given, Path(cfg.run.dir)).items():
+                OmegaConf.update(composed, f"scale.{leaf}", value)
+            cfg = replace(parse(_resolved(composed)), run=cfg.run)
     except OmegaConfBaseException as error:
         raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
     problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
@@ -292,11 +313,8 @@ def configure(
     return cfg
 
 
-def _resolved(composed: DictConfig, scale: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    without_hydra = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
-    for leaf, value in (scale or {}).items():
-        OmegaConf.update(without_hydra, f"scale.{leaf}", value)
-    tree: Any = OmegaConf.to_container(without_hydra, resolve=True)
+def _resolved(composed: DictConfig) -> dict[str, Any]:
+    tree: Any = OmegaConf.to_container(composed, resolve=True)
     with suppress(KeyError, TypeError):  # parse refuses a scale that is not a section
         del tree["scale"]["from"]
     return tree
@@ -311,28 +329,18 @@ def _shape(source: str, given: set[str], run_dir: Path) -> dict[str, Any]:
     return {**shape, "name": name_of(source), "source": source}
 
 
-@cache
-def _of_options(name: str, folder: str | None, words: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
-    """The configuration without overrides, composed and resolved; empty if its options need the value of a key."""
-    try:
-        composed = _compose(name, folder, words)
-        return composed, _resolved(composed)
-    except (HydraException, OmegaConfBaseException, ValueError):
-        return OmegaConf.create(), {}
-
-
-def _changed(
-    cfg: Config, choices: Mapping[str, str], given: set[str], line: CommandLine
-) -> tuple[dict[str, Any], list[str]]:
+def _changed(cfg: Config, words: Sequence[str], given: set[str], line: CommandLine) -> tuple[dict[str, Any], list[str]]:
     """The fixed settings to which the chosen options give other values, and those that do not follow from others."""
     settings = identity(cfg)
     if not given - {"seed"} & settings.keys():
         return {}, []
-    words = [f"{group}={option}" for group, option in choices.items() if option] + [f"seed={cfg.seed}"]
+    words = [word for word in words if key_of(word) in GROUPS and not word.startswith("++")] + [f"++seed={cfg.seed}"]
     words += [word for word in line.words if _is_hydras(key_of(word))]
-    composed, tree = _of_options(line.config_name, line.config_dir, tuple(words))
-    filled: Any = OmegaConf.to_container(OmegaConf.merge(to_dict(cfg), tree))
-    standard = identity(parse(filled))
+    composed, tree = OmegaConf.create(), {}
+    with suppress(HydraException, OmegaConfBaseException, ValueError):  # options may need the value of a key
+        composed, _ = _compose(words, line)
+        tree = _resolved(composed)
+    standard = identity(parse(merged(to_dict(cfg), tree)))
     valued = {name for name, value in flatten(tree).items() if is_value(value)} | {"seed", "data.streams"}
     valued |= {name for name, key in entry_keys(tree).items() if is_value(key.default)}
     valued -= {name for name in given if FROM in given and name.startswith("scale.")}  # the file has other values

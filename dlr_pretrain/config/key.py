@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,9 +139,12 @@ class Key:
         return str(Path(value))
 
 
+_type_hints = cache(typing.get_type_hints)
+
+
 def keys_of(section: type) -> Iterator[tuple[str, Key]]:
     """Yields the name and the key of each field that a dataclass declares with ``key``."""
-    hints = typing.get_type_hints(section)
+    hints = _type_hints(section)
     for declared in dataclasses.fields(section):
         if "key" in declared.metadata:
             yield declared.name, dataclasses.replace(declared.metadata["key"], hint=hints[declared.name])

@@ -22,6 +22,13 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def merged(tree: Mapping, values: Mapping) -> dict[str, Any]:
+    """``tree`` with the values of another tree, where that has one, in place of its own."""
+    given = {name: value for name, value in values.items() if is_value(value)}
+    both = [name for name in given if isinstance(tree.get(name), dict) and isinstance(given[name], dict)]
+    return {**tree, **given, **{name: merged(tree[name], given[name]) for name in both}}
+
+
 def to_dict(cfg: Config) -> dict[str, Any]:
     """The configuration as nested mappings, as it is written to ``config.yaml``."""
     tree = dataclasses.asdict(cfg)
