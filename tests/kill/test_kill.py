@@ -70,7 +70,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("name", ["TERM", *(pytest.param(n, marks=pytest.mark.full) for n in ("INT", "HUP", "USR1"))])
 def test_a_signal_saves_and_gives_its_exit_code(words, tmp_path, name):
-    process = start(words(f"run.dir={tmp_path}/run", *RUN[:2], "checkpoint.every=1000"))
+    process = start(words(f"run.dir={tmp_path}/run", "train.steps=1000000", "checkpoint.every=1000000"))  # has no end
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate()
@@ -247,7 +247,8 @@ def test_a_sweep_that_is_asked_to_stop_saves_its_runs(words, tmp_path, launcher,
 
 
 SECONDS = 6
-IMPATIENT = ("eval.every=100", f"run.timeout_minutes={SECONDS / 60}", "checkpoint.every=5")
+PATIENT = ("eval.every=100", "checkpoint.every=5")
+IMPATIENT = (*PATIENT, f"run.timeout_minutes={SECONDS / 60}")
 SEEN = rf"RankLost: rank 1 on host {re.escape(socket.gethostname())} was last seen at step "
 SEEN_HERE = SEEN.removeprefix("RankLost: ") + r"7, in train/loop\.py:\d+ \(fit\)"
 AWAY = r"[0-7], in [^;]*"
@@ -275,19 +276,18 @@ def test_a_hanging_rank_is_named(words, tmp_path, monkeypatch, how, seen, why):
             time.sleep(0.7 * SECONDS)
         return real(self, loader)
 
-    given = words(f"run.dir={folder}", *IMPATIENT)
     with monkeypatch.context() as broken:
         broken.setattr(Guard, "next_batch", next_batch)
         broken.setattr(os, "fsync", lambda _: None)  # a busy disk would delay the beat of a live rank
         with pytest.raises(AssertionError) as ended:
-            forked(given, ranks=2)
+            forked(words(f"run.dir={folder}", *IMPATIENT), ranks=2)
     said = str(ended.value)
     assert len(re.findall(rf"{seen}; the others wait at 8 \({why}\)\. ", said)) == 1, said
     stacks = {path.stem: path.read_text() for path in (folder / "stacks").iterdir()}
     own = {"SIGKILL": "RuntimeError", "SIGSTOP": "no progress for"}.get(how, "RuntimeError|no progress for")
     assert re.search(own, stacks["rank_0"])  # a sleeping rank 1 may end itself before rank 0 does
     assert how.startswith("SIG") or "in next_batch" in stacks["rank_1"]
-    forked(given, ranks=2)
+    forked(words(f"run.dir={folder}", *PATIENT), ranks=2)
     assert steps(folder) == list(range(1, 21))
 
 
@@ -321,5 +321,5 @@ def test_a_save_that_never_returns_ends_the_run(words, tmp_path, monkeypatch):
     assert re.search(r"was last seen at step 10, in train/saver\.py:\d+ \(wait\) \(no step for \d+ s\)", said), said
     state = read_record(folder)["state"]
     assert state["name"] == "failed" and "in train/saver.py" in state["reason"]
-    forked(words(f"run.dir={folder}", *IMPATIENT), ranks=1)
+    forked(words(f"run.dir={folder}", *PATIENT), ranks=1)
     assert steps(folder) == list(range(1, 21))

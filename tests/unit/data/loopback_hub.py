@@ -20,7 +20,7 @@ _LETTERS = random.Random(0)
 TEXTS = [f"document {i} " + "".join(_LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=i % 90)) for i in range(400)]
 KEYS = {"train__global_batch": 4, "train__seq_len": 16}
 TROUBLE = ("429", "503", "403", "stall", "truncate", "reset", "no bytes")
-STALL_SECONDS = 0.15  # what the client under test waits; a stall lasts longer
+STALL_SECONDS = 1.0  # what the client under test waits; a stall lasts until it has closed the connection
 
 
 class Hub:
@@ -125,7 +125,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.reply(body, code, about, sent)
         if trouble == "stall":
             self.wfile.flush()
-            time.sleep(3 * STALL_SECONDS)
+            self.rfile.read()
         if trouble == "reset":
             self.wfile.flush()
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -162,7 +162,7 @@ def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)  # a copy, before 1.0
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", STALL_SECONDS)
         monkeypatch.setattr(_http.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
-        for name, seconds in {"FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05, "RETRY": 20.0}.items():
+        for name, seconds in {"FIRST_CONTACT": 600.0, "FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05}.items():
             monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         HfFileSystem.clear_instance_cache()

@@ -89,9 +89,12 @@ def test_no_row_is_lost_or_read_twice_whatever_goes_wrong(hub):
 
 def test_a_permanent_failure_of_the_hub_is_reported(hub, monkeypatch):
     source = open_hub()
-    monkeypatch.setattr(files, "RETRY_SECONDS", 0.2)
     hub.trouble = lambda path, first: "503" if first >= 1000 else None
-    with pytest.raises(UserError, match=r"c4-train\.00000.*: cannot be read: .*503.*The same command continues"):
+    with (
+        monkeypatch.context() as impatient,
+        pytest.raises(UserError, match=r"c4-train\.00000.*: cannot be read: .*503.*The same command continues"),
+    ):
+        impatient.setattr(files, "RETRY_SECONDS", 0.2)
         read(source)
     hub.trouble = lambda path, first: None
     hub.files.pop("en/c4-train.00001-of-00003.json.gz")
