@@ -153,6 +153,7 @@ def test_a_mapping_adds_to_an_option_and_to_another_mapping():
     cfg = config("scale=tiny", "scale={rank: 16}", "scale={num_layers: 3}", "dlr=on", "dlr={alpha: 0.5}", *SMALL[1:])
     assert (cfg.scale.name, cfg.scale.rank, cfg.scale.num_layers) == ("tiny", 16, 3)
     assert (cfg.dlr.enabled, cfg.dlr.alpha) == (True, 0.5)
+    assert config("train={clip: 2}", *SMALL) != config(*SMALL) == config("train={clip: 2}", "~train.clip", *SMALL)
     assert problems("scale=[1,2]")[0].startswith("scale=[1: must be one of 130m, ")
 
 
