@@ -18,7 +18,7 @@ from dlr_pretrain.config import tree
 from dlr_pretrain.config.key import ON_THE_HUB, Key
 from dlr_pretrain.config.problems import MISSING, Problem, as_typed
 from dlr_pretrain.config.run_folder import holds_weights
-from dlr_pretrain.config.tree import OPEN_GROUPS, Config, largest_divisor
+from dlr_pretrain.config.tree import CONFIG_DIR, OPEN_GROUPS, Config, largest_divisor
 from dlr_pretrain.config.values import all_keys, flatten, to_dict
 from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
@@ -76,8 +76,13 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
+    options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
+    if (file := CONFIG_DIR / "backbone" / f"{cfg.backbone.name}.yaml").is_file() and options not in file.read_text(
+        "utf-8"
+    ):
+        rule = f"is the name of a backbone of this package, but the class {options} is not that backbone's"
+        yield Problem("backbone.name", cfg.backbone.name, rule, "Choose another name in its YAML file")
     if "layer" not in vars(type(cfg.backbone)):  # not inherited: a run would have this name and the layers of another
-        options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
         yield Problem("backbone", cfg.backbone.name, f"its class {options} names no layer", "Set its attribute layer")
     if s.head_dim is not None and s.head_dim % 2:
         yield Problem("scale.head_dim", s.head_dim, "must be even, because rotary embeddings turn pairs of values")

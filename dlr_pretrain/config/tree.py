@@ -57,7 +57,7 @@ class BackboneOptions(Options):
     merge_every: int | None = None  # updates between merges, after which the learning rate warms up again
     restart_warmup: int = 0
     exported_keys: ClassVar[tuple[str, ...]]  # keys that an exported layer reads; not inherited
-    exported_layer: ClassVar[str] = ""  # the class of this layer, unless in ``deploy/modeling_lowrank_llama.py``
+    exported_layer: ClassVar[str] = ""  # the class of this layer, unless in ``deploy/exported_layers.py``
 
 
 class How(NamedTuple):

@@ -28,6 +28,7 @@ from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.config.run_folder import exported_folder, read_record
 from dlr_pretrain.config.shape import settings_of
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
@@ -40,7 +41,7 @@ from dlr_pretrain.util.text import loading, markdown_table, shortened
 
 POSITIONS = 1024  # the smallest max_position_embeddings; a run with longer sequences exports their length
 LAYER = "exported_layer"  # the key in config.json that names a user's own layer, which MODELING lacks
-MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
+MODELING, EXPORTED_LAYERS = map(Path(__file__).with_name, ("modeling_lowrank_llama.py", "exported_layers.py"))
 AUTO_CLASSES = {
     "AutoConfig": "Config",
     "AutoModel": "Model",
@@ -54,7 +55,7 @@ USE = """```python
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
-NO_LAYER = "transformers cannot load backbone={} yet: its options name no exported layer"
+NO_LAYER = "transformers cannot load backbone={} yet: its options name no exported_keys"
 PEFT = """
 With PEFT, pass `target_modules="all-linear"` or `["a", "b"]`: `q_proj` and LLaMA's other projections are pairs of
 matrices here.
@@ -188,12 +189,65 @@ def exported_keys(cfg: Config) -> tuple[str, ...] | None:
 
 
 def modeling(cfg: Config) -> str:
-    """The source of the folder's modeling file: MODELING, followed by the exported layer of a user's own backbone."""
-    text = MODELING.read_text(encoding="utf-8")
+    """The source of the folder's modeling file: MODELING, with ``layers_source`` in place of its import."""
+    before, after = re.split(r"(?m)^from dlr_pretrain\..*\n", MODELING.read_text("utf-8"))
+    return f"{before}{layers_source(cfg)}{after}"
+
+
+def layers_source(cfg: Config) -> str:
+    """The source of the exported layers: EXPORTED_LAYERS, followed by that of a user's own backbone."""
+    text = EXPORTED_LAYERS.read_text("utf-8")
     if not cfg.backbone.exported_layer:
         return text
     layer = pkgutil.resolve_name(cfg.backbone.exported_layer)
     return f"{text}\n\n{inspect.getsource(layer)}\n\nLAYERS[{cfg.backbone.name!r}] = {layer.__name__}\n"
+
+
+def require_exportable(cfg: Config) -> str:
+    """Raise UserError if the exported layer of a backbone cannot be built, or has other tensors than the trained one.
+
+    Returns a warning if the backbone has no exported layer, else "". A run calls this first. It takes milliseconds.
+    """
+    if deployed_dense(cfg):
+        return ""
+    if exported_keys(cfg) is None:
+        return NO_LAYER.format(cfg.backbone.name)
+    options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
+    fix = f"Correct exported_keys or exported_layer of {options}, or this layer: see docs/extending.md"
+    try:
+        trained, exported = layer_shapes(cfg)
+    except Exception as error:  # a user's own layer may raise any
+        rule = f"its exported layer cannot be built ({type(error).__name__}: {first_line(error)})"
+        raise UserError(f"backbone={cfg.backbone.name}", rule, fix) from error
+    differ = {name: (trained.get(name), exported.get(name)) for name, _ in trained.items() ^ exported.items()}
+    if differ:
+        name, (ours, theirs) = min(differ.items())
+        rule = f"its exported layer has other tensors: {name} is {ours} in training, and {theirs} there"
+        raise UserError(f"backbone={cfg.backbone.name}", rule, fix)
+    return ""
+
+
+def layer_shapes(cfg: Config) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """The shapes of all tensors of two blocks' layers by exported name: of those trained, and of those exported.
+
+    The exported layers are built and called on the meta device, from the text that an export holds.
+    """
+    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=min(2, cfg.scale.num_layers)))
+    source, trained, exported = dict[str, Any](), dict[str, tuple](), dict[str, tuple]()
+    exec(layers_source(cfg), source)
+    if (layer_of := source["LAYERS"].get(cfg.backbone.name)) is None:
+        raise LookupError(f"LAYERS of {EXPORTED_LAYERS.name} lacks it, and its options name no exported_layer")
+    settings, source["CALL"].latents = source["Settings"](), source["Latents"]()
+    vars(settings).update(model_config(cfg, 1, torch.float32))
+    with torch.device("meta"):
+        for path, layer in named_layers(build_model(cfg, 1, torch.device("meta"))):
+            for name in projections(path, layer):
+                spec, projection = layer.spec, name.rpartition(".")[2]
+                one = layer_of(spec.d_in, spec.d_out, settings, spec.block, projection)
+                one(torch.empty(1, spec.d_in))
+                trained |= {f"{name}.{leaf}": shape for leaf, shape in layer.parts.values()}
+                exported |= {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in one.state_dict().items()}
+    return trained, exported
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
@@ -319,8 +373,6 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
 def _register_layer(folder: Path) -> None:
     """Register the exported layer of a user's own backbone, from the user's package, with our modeling file."""
-    from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS, LowRankLinear
-
     settings = {}
     with suppress(OSError, ValueError):  # the loader reports a damaged file
         settings = read_json(folder / "config.json", {"backbone": str, LAYER: str})

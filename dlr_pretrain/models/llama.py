@@ -19,6 +19,7 @@ from dlr_pretrain.models.layer import ALIGNMENT, INIT_STD, Joined, Layer, Seeded
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import add_
 from dlr_pretrain.models.rotary_attention import covers, rotary_attention
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import at_least_fp32
 
 Carry = tuple[Any, ...]  # tensors or None, from each layer of a block to the same layer of the next block
@@ -262,7 +263,11 @@ class Llama(nn.Module):
         exported = adapter.split(self, self.state_dict())
         for path, layer in named_layers(self):
             for name in projections(path, layer):
-                for leaf, value in layer.initial(seeded, name).items():
+                values = layer.initial(seeded, name)
+                if values.keys() != (declared := {part.leaf for part in layer.parts.values()}):
+                    rule = f"its layer declares {sorted(declared)} by fuse, but initial gives {sorted(values)}"
+                    raise UserError(f"backbone={layer.options.name}", rule)
+                for leaf, value in values.items():
                     exported[f"{name}.{leaf}"].copy_(value)
 
 

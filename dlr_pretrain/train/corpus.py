@@ -7,6 +7,7 @@ from pathlib import Path
 from dlr_pretrain import data
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.run_folder import read_record
+from dlr_pretrain.deploy.export import require_exportable
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
@@ -60,8 +61,11 @@ class Corpus:
 def open_corpus(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Corpus:
     """Open the text of ``cfg``. All ranks must call this.
 
-    Raises UserError if the model or the export cannot hold the tokenizer.
+    Before that, raises UserError if the backbone's exported layer does not fit the trained one, and says so if it has
+    none. Raises UserError, too, if the model or the export cannot hold the tokenizer.
     """
+    if warning := require_exportable(cfg):
+        say(f"warning: {warning}")
     opened = ranks.on_main(lambda: data.open_source(cfg, say, read_record(run_dir).get("data.version")))
     tokenizer = ranks.main_first(lambda: data.open_tokenizer(cfg, opened))
     vocab_size = data.embedding_rows(cfg, tokenizer)

@@ -99,6 +99,7 @@ def own(tmp_path, monkeypatch):
         "from dlr_pretrain.models import lowrank\n\n@dataclass\nclass Options(lowrank.Options):\n"
         "    gate: float = key('of the latent', ge=0)\n    layer = lowrank.LowRank\n",
         "backbone/nameless.yaml": "defaults: [lowrank, _self_]\n_target_: nameless.Options\nname: nameless\n",
+        "backbone/namesake.yaml": "defaults: [lowrank, _self_]\n_target_: gated.Options\ngate: 0.5\n",
         "nameless.py": "from dlr_pretrain.models import lowrank\n\nclass Options(lowrank.Options):\n    pass\n",
         "backbone/other/gated.yaml": "defaults: [/backbone/gated@_here_, _self_]\n",
         "scale/3b.yaml": "defaults: [1b, _self_]\nname: 3b\nnum_layers: 36\n",
@@ -128,6 +129,10 @@ def test_a_users_own_options_and_recipes_work(own):
     assert said.startswith("backbone._target_=json.JSONDecoder: is not a subclass of BackboneOptions")
     (said,) = problems(own, *SMALL, "backbone=nameless")
     assert said == "backbone=nameless: its class nameless.Options names no layer. Set its attribute layer"
+    (said,) = problems(own, *SMALL, "backbone=namesake")
+    assert said.startswith(
+        "backbone.name=lowrank: is the name of a backbone of this package, but the class gated.Options"
+    )
     (said,) = problems(own, *SMALL, "backbone=gone")
     assert said.startswith("backbone._target_=no_such_package.Options: cannot be imported") and "PYTHONPATH" in said
     for words in ([own], [f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]"]):

@@ -12,7 +12,8 @@ from dlr_pretrain.deploy.export import exported_keys
 from dlr_pretrain.models import build_model
 from dlr_pretrain.models.adapter import split, unpadded_sizes
 from dlr_pretrain.models.layer import SeededInit, named_layers
-from dlr_pretrain.models.lowrank import leading
+from dlr_pretrain.models.lowrank import LowRank, leading
+from dlr_pretrain.util.errors import UserError
 from tests.deploy.models import KINDS
 from tests.parity import test_models
 from tests.parity.reference import CPU, FORMULAS, PROJECTIONS, VOCAB, State, disturbed, small, weights
@@ -51,6 +52,13 @@ def test_every_backbone_has_its_formula():
     assert {variant.split()[0] for variant in (*test_models.OTHERS, *test_models.CARRYING)} == FORMULAS.keys()
     exported = {name for name in FORMULAS if exported_keys(small(name)) is not None}
     assert {kind.split("-")[0] for kind in KINDS} == exported | {"full"}
+
+
+def test_a_parameter_without_an_initial_value_is_refused(monkeypatch):
+    drawn = LowRank.initial
+    monkeypatch.setattr(LowRank, "initial", lambda *of: {"a.weight": drawn(*of)["a.weight"]})
+    with pytest.raises(UserError, match=r"cola: .* declares \['a.weight', 'b.weight'\] .* gives \['a.weight'\]"):
+        build_model(small("cola"), VOCAB, CPU)
 
 
 @pytest.mark.parametrize("backbone", FORMULAS)

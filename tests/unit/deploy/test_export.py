@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import MODELING, export, exported_keys, open_folder, write_weights
-from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
+from dlr_pretrain.deploy.export import export, exported_keys, modeling, open_folder, require_exportable, write_weights
+from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
+from dlr_pretrain.train.corpus import open_corpus
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError, need
 from tests.deploy.models import KINDS, exported, of_kind, trained
@@ -81,7 +82,7 @@ def test_weights_in_shards_are_loaded(tmp_path, spiece):
 
 
 def test_the_modeling_file_needs_torch_and_transformers_alone():
-    imported = set(re.findall(r"^ *(?:from|import) (\w+)", MODELING.read_text(), flags=re.MULTILINE))
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", modeling(COLA), flags=re.MULTILINE))
     assert imported - sys.stdlib_module_names == {"torch", "transformers"}
     assert set(LAYERS) == {kind.split("-")[0] for kind in KINDS} - {"full"}
 
@@ -145,6 +146,44 @@ def test_a_backbone_without_an_exported_layer_is_written(tmp_path, spiece, ids, 
     assert said in (tmp_path / "folded/README.md").read_text() and (tmp_path / "folded" / WEIGHTS).exists()
 
 
+class WideLinear(LowRankLinear):
+    def __init__(self, d_in, d_out, *of):
+        super().__init__(d_in, d_out + 1, *of)
+
+
+class ForeignLinear(LowRankLinear):
+    def forward(self, x):
+        return pytest.approx(x)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"exported_keys": ("rank", "slope")}, "'Options' object has no attribute 'slope'"),
+        ({"name": "mine"}, "LAYERS of exported_layers.py lacks it, and its options name no exported_layer"),
+        ({"exported_layer": "no_such_package.Layer"}, "No module named 'no_such_package'"),
+        ({"exported_layer": f"{__name__}.NoLinear"}, "has no attribute 'NoLinear'"),
+        ({"exported_layer": f"{__name__}.ForeignLinear"}, "name 'pytest' is not defined"),
+        (
+            {"exported_layer": f"{__name__}.WideLinear"},
+            r"down_proj.b.weight is \(32, 8\) in training, and \(33, 8\) there",
+        ),
+    ],
+    ids=["key", "name", "package", "class", "foreign code", "shape"],
+)
+def test_a_run_checks_the_exported_layer_before_its_text(changed, said, tmp_path, monkeypatch):
+    for name, value in changed.items():
+        monkeypatch.setattr(COLA.backbone if name == "name" else type(COLA.backbone), name, value)
+    with pytest.raises(UserError, match=f"^backbone={COLA.backbone.name}: its exported layer .*{said}.* exported_keys"):
+        open_corpus(COLA, tmp_path, Mock(), Mock())
+
+
+def test_a_run_says_first_that_it_has_no_exported_layer(monkeypatch):
+    assert not any(require_exportable(of_kind(kind)) for kind in KINDS)
+    monkeypatch.delattr(type(COLA.backbone), "exported_keys")
+    assert require_exportable(COLA) == "transformers cannot load backbone=cola yet: its options name no exported_keys"
+
+
 def test_a_difference_from_the_trained_model_is_found(tmp_path, spiece, ids, monkeypatch):
     tensors = weights(trained(COLA, ROWS).bfloat16())
     said = export(tmp_path / "folded", COLA, tensors, spiece, RECORD, ids)
@@ -201,11 +240,11 @@ def test_code_that_may_have_come_with_a_folder_does_not_run(tmp_path, spiece, mo
     base = "object" if where == "elsewhere, but no layer" else "LowRankLinear"
     module = f"planted_{len(where)}"
     (place / f"{module}.py").write_text(
-        "from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLinear\n"
+        "from dlr_pretrain.deploy.exported_layers import LowRankLinear\n"
         f"open({str(ran)!r}, 'w')\nclass Layer({base}): pass\n"
     )
     monkeypatch.syspath_prepend(place)
-    monkeypatch.setattr("dlr_pretrain.deploy.modeling_lowrank_llama.LAYERS", dict(LAYERS))
+    monkeypatch.setattr("dlr_pretrain.deploy.export.LAYERS", dict(LAYERS))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"exported_layer": f"{module}.Layer"}))
     said = {"elsewhere": "", "elsewhere, but no layer": "names the layer .* not a subclass of LowRankLinear"}
