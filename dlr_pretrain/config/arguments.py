@@ -40,6 +40,8 @@ class Parser(ArgumentParser):
         words: list[str] = []
         flag, self.words = "", [*(sys.argv[1:] if args is None else args)]
         for word in self.words:
+            if not word.strip() or re.fullmatch(r"--[\w-]+=", word):  # a path would be the working directory
+                self.error(f"{word.strip() or f'{flag} {word!r}'.strip()}: an empty value. Write one, or leave it out")
             if flag in self.lists and words[-1] != flag and not word.startswith("-") and "=" not in word:
                 words[-1] += f",{word}"
                 continue

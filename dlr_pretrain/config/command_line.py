@@ -291,8 +291,12 @@ def configure(
     ``hydra`` is Hydra's own node, with the chosen options. Raises ConfigError with the problems of ``line`` and of all
     keys, or else with those of the rules between keys.
     """
-    given = set(typed([word for word in words if not _is_hydras(key_of(word))]))
-    source = str(OmegaConf.select(composed, FROM) or "")
+    given, source = (
+        set(typed([word for word in words if not _is_hydras(key_of(word))])),
+        OmegaConf.select(composed, FROM),
+    )
+    if source is not None and not (source := str(source).strip()):
+        raise ConfigError([Problem(FROM, source, "an empty name", "Name a file, its folder, or owner/name on the hub")])
     try:
         cfg = parse(_resolved(composed), given, line.problems)
         if cfg.run.dir is None:

@@ -55,11 +55,18 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
     defaults = {name: value for name, value in defaults.items() if is_value(value)}
     before = {**defaults, **there} if there else {}
     before = {name: facts(name, keys).normal_path(value) for name, value in before.items()}
-    return {
+    changed = {
         name: (before[name], value)
         for name, value in here.items()
         if name in before and not facts(name, keys).origin and before[name] != value
     }
+    sources = sources_of(there), sources_of(here)
+    return changed | ({"data.sources": sources} if all(sources) and sources[0] != sources[1] else {})
+
+
+def sources_of(entries: Mapping[str, object]) -> list[str]:
+    """The names of the sources of a mixture, in order, from an identity."""
+    return [name.split(".")[2] for name in entries if re.fullmatch(r"data\.sources\.[^.]+\.weight", name)]
 
 
 def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
@@ -70,7 +77,8 @@ def describe_differences(changed: Mapping[str, tuple[object, object]], between: 
             return f"{name}: {HASHED.get(name, 'other contents')} than there (see {MANIFEST})"
         return f"{name}: {as_typed(there)} there, {as_typed(here)} here"
 
-    return between.join(described(name, *values) for name, values in changed.items())
+    named = changed.keys() - ({"data.shards"} if "data.sources" in changed else set())  # the text differs with them
+    return between.join(described(name, *values) for name, values in changed.items() if name in named)
 
 
 def shorter_run(cfg: Config) -> str:

@@ -77,9 +77,8 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
     options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
-    if (file := CONFIG_DIR / "backbone" / f"{cfg.backbone.name}.yaml").is_file() and options not in file.read_text(
-        "utf-8"
-    ):
+    ours = CONFIG_DIR / "backbone" / f"{cfg.backbone.name}.yaml"
+    if ours.is_file() and options not in ours.read_text("utf-8"):
         rule = f"is the name of a backbone of this package, but the class {options} is not that backbone's"
         yield Problem("backbone.name", cfg.backbone.name, rule, "Choose another name in its YAML file")
     if "layer" not in vars(type(cfg.backbone)):  # not inherited: a run would have this name and the layers of another
@@ -216,10 +215,14 @@ def _secrets(cfg: Config) -> Iterator[Problem]:
 
 
 def _machine(cfg: Config) -> Iterator[Problem]:
-    root, path = cfg.data.root or "", cfg.tokenizer.path
-    if cfg.data.source == "local" and root and "://" not in root and not os.path.isdir(root):
-        fix = "Set data.root=<folder of the shards>, or data.train_files=<file>"
-        yield Problem("data.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
+    path, data = cfg.tokenizer.path, cfg.data
+    texts = {"data": data} | {f"data.sources.{name}": one for name, one in data.sources.items()}
+    for name, text in (texts | {f"eval.sets.{name}": one for name, one in cfg.eval.sets.items()}).items():
+        root = text.root or ""
+        if text.source == "local" and root and "://" not in root and not os.path.isdir(root):
+            files = "validation_files" if name.startswith("eval.") else "train_files"
+            fix = f"Set {name}.root=<folder of the shards>, or {name}.{files}=<file>"
+            yield Problem(f"{name}.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
     if path is not None and not os.path.exists(path):
         on_the_hub = f"; on the hub: tokenizer.hub={path}" if re.fullmatch(r"[\w-]+(/[\w.-]+)?", path) else ""
         fix = f"Name a tokenizer.json, a sentencepiece model or a folder with one{on_the_hub}"

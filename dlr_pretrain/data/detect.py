@@ -1,4 +1,4 @@
-"""The formats that are read, and which of them a file has: JSON lines, text, parquet, arrow, CSV, plain or compressed.
+"""The formats that are read, plain or compressed, and which of them a file has.
 
 The first bytes are checked before a file is read, because downloads and editors put other content under valid names.
 """

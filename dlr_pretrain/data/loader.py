@@ -23,7 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.mixture import Mixture, divided, mixed_rows
 from dlr_pretrain.data.packing import TokenRow, packed_rows, padded_documents, padded_rows
-from dlr_pretrain.data.sources import Source, TextSource, open_validation
+from dlr_pretrain.data.sources import Source, TextSource, naming_keys, open_validation
 from dlr_pretrain.data.streams import Position, Share, Tokens, endless, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
@@ -187,7 +187,7 @@ class ValidationSet:
 
 def validation_sets(cfg: Config, tokenizer: Tokenizer) -> dict[str, ValidationSet]:
     """The further validation sets, ``eval.sets``, by name."""
-    texts = {name: open_validation(cfg.data, text) for name, text in cfg.eval.sets.items()}
+    texts = {name: open_validation(cfg.data, name, text) for name, text in cfg.eval.sets.items()}
     return {name: validation_set(cfg, text, tokenizer) for name, text in texts.items()}
 
 
@@ -198,11 +198,12 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     its share of the tokens. Raises UserError if there is no text.
     """
     if isinstance(source, Mixture):
-        return _joined({
-            name: validation_set(replace(cfg, eval=replace(cfg.eval, tokens=round(share * cfg.eval.tokens))),
-                                 source.sources[name], tokenizer)
-            for name, share in source.weights.items()
-        })  # fmt: skip
+        sets = {}
+        for name, share in source.weights.items():
+            some = replace(cfg, eval=replace(cfg.eval, tokens=round(share * cfg.eval.tokens)))
+            with naming_keys(f"data.sources.{name}"):
+                sets[name] = validation_set(some, source.sources[name], tokenizer)
+        return _joined(sets)
     wanted = max(2, cfg.eval.tokens)  # a single token has no target
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, count, has_text = [], 0, False

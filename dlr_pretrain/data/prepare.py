@@ -36,7 +36,7 @@ from dlr_pretrain.data.detect import as_read, format_of, is_compressed
 from dlr_pretrain.data.files import File
 from dlr_pretrain.data.formats import WHOLE, Part
 from dlr_pretrain.data.mixture import Mixture
-from dlr_pretrain.data.sources import Source, TextSource, nothing_remains
+from dlr_pretrain.data.sources import Source, TextSource, naming_keys, nothing_remains
 from dlr_pretrain.data.streams import token_dtype, tokenise_in_chunks
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
@@ -337,7 +337,8 @@ def _tokens_of(
     key = json.dumps([tokens.FORMAT, source.state(), tokenizer.fingerprint])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
     try:
-        made = _cached_tokens(folder, size) or _made(source, tokenizer, folder, size, say)
+        with naming_keys(source.keys):
+            made = _cached_tokens(folder, size) or _made(source, tokenizer, folder, size, say)
     except (OSError, BrokenProcessPool) as error:
         said = first_line(file_error(error) if isinstance(error, OSError) else error)
         raise UserError(

@@ -10,7 +10,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -47,18 +49,20 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
         return _open(cfg.data, progress or log.info, version)
     mixed, whole = cfg.data.sources, sum(text.weight for text in cfg.data.sources.values())
     opened = {
-        name: _open(_of_entry(cfg.data, text, train_files=text.train_files), log.info, (version or {}).get(name))
+        name: _open(
+            _of_entry(cfg.data, text, train_files=text.train_files),
+            log.info,
+            (version or {}).get(name),
+            f"data.sources.{name}",
+        )
         for name, text in mixed.items()
     }
     return Mixture(opened, {name: text.weight / whole for name, text in mixed.items()})
 
 
-def open_validation(data: Data, text: ValidationText) -> TextSource | TokenSource:
-    """The text of a further validation set (``eval.sets``), which is read as ``data`` says."""
-    if text.source == "tokens":
-        return TokenSource(Path(text.root))
-    data, version = pin_commits(_of_entry(data, text, train_files=None))
-    return TextSource(data, choose_validation(data), version)
+def open_validation(data: Data, name: str, text: ValidationText) -> TextSource | TokenSource:
+    """The text of the further validation set ``name`` (of ``eval.sets``), which is read as ``data`` says."""
+    return _open(_of_entry(data, text, train_files=None), log.info, None, f"eval.sets.{name}", choose_validation)
 
 
 def _of_entry(data: Data, text: ValidationText, **more: Any) -> Data:
@@ -67,15 +71,41 @@ def _of_entry(data: Data, text: ValidationText, **more: Any) -> Data:
     return replace(data, **shared, **more)
 
 
-def _open(data: Data, progress: Callable[[str], None], version: str | None) -> TextSource | TokenSource:
-    if data.source == "tokens":
-        return TokenSource(Path(data.root or ""))
-    if data.source == "sample":
-        folder = sample.folder_of(Path(data.root) if data.root else None, version, progress)
-        data, version = replace(data, root=str(folder)), folder.name
-    else:
-        data, version = pin_commits(data, version)
-    return TextSource(data, choose(data), version)
+def _open(
+    data: Data,
+    progress: Callable[[str], None],
+    version: str | None,
+    keys: str = "data",
+    choose: Callable[[Data], Choice] = choose,
+) -> TextSource | TokenSource:
+    with naming_keys(keys):
+        if data.source == "tokens":
+            return TokenSource(Path(data.root or ""))
+        if data.source == "sample":
+            folder = sample.folder_of(Path(data.root) if data.root else None, version, progress)
+            data, version = replace(data, root=str(folder)), folder.name
+        else:
+            data, version = pin_commits(data, version)
+        return TextSource(data, choose(data), version, keys)
+
+
+@contextmanager
+def naming_keys(keys: str) -> Iterator[None]:
+    """Within this context, errors about a text name its own keys, which are those of ``keys``, in place of ``data``'s.
+
+    A validation set has no ``train_files``: its ``validation_files`` name its files.
+    """
+    try:
+        yield
+    except UserError as error:
+        said = str(error)
+        if keys.startswith("eval."):
+            said = said.replace("data.train_files", "data.validation_files")
+        if keys != "data":
+            shared = r"(?:data=local )?(?<![\w.])data\.(root|train_files|validation_files|text_key)\b"
+            said = re.sub(shared, rf"{keys}.\1", said)
+        error.args = (said,)
+        raise
 
 
 class TextSource:
@@ -86,8 +116,9 @@ class TextSource:
 
     order = "text 4"  # the version of the data order; a run resumes only with its own
 
-    def __init__(self, data: Data, chosen: Choice, version: str | None = None):
+    def __init__(self, data: Data, chosen: Choice, version: str | None = None, keys: str = "data"):
         self.data, self.chosen, self.version = data, chosen, version
+        self.keys = keys  # under which the configuration has the place of this text
         self.tokenizer_path = Path(data.root or "", sample.TOKENIZER_FILE) if data.source == "sample" else None
         self.files = {file.name: file for file in (*chosen.train, *chosen.validation)}
         self.train_shards = tuple(file.name for file in chosen.train)
@@ -142,6 +173,10 @@ class TextSource:
         return (None, text) if _hash(text) < self.threshold else (text, None)
 
     def _file_rows(self, name: str, start: int = 0, part: Part | None = None) -> Iterator[tuple[int, str | None]]:
+        with naming_keys(self.keys):
+            yield from self._numbered(name, start, part)
+
+    def _numbered(self, name: str, start: int, part: Part | None) -> Iterator[tuple[int, str | None]]:
         """As ``rows``, but for a file or a part of it: with its held-out documents and all others.
 
         Raises UserError if no row of the file remains. Without a ``part``, the rows left out are counted in the log.

@@ -35,7 +35,7 @@ class Position(NamedTuple):
     """A position in a stream, stored as a list of five integers."""
 
     epoch: int = 0
-    file: int = 0  # of text: in the stream's share of the epoch
+    file: int = 0  # in the stream's share of the epoch; 0 in a token source
     row: int = 0  # the first row of the block; in a token source, the number of the block
     document: int = 0  # position in the block's order
     token: int = 0  # tokens of this document that have been used

@@ -99,7 +99,8 @@ class Loop:
     def drain(self, evaluates: bool, at_once: bool) -> None:
         """Record the pending updates, oldest first: all but the last ``lag``, or all if ``at_once``.
 
-        Evaluates after the last if ``evaluates``. Stops at an update that ends the run.
+        The position in the data moves here, behind the batch of each recorded update. Evaluates after the last if
+        ``evaluates``. Stops at an update that ends the run.
         """
         state = self.state
         while len(self.pending) > (0 if at_once or self.guard.stops_after(state.step) else self.lag):

@@ -53,12 +53,16 @@ class Skipped(NamedTuple):
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds besides the tensors of the model and the optimizer."""
+    """What a checkpoint holds besides the tensors of the model and the optimizer.
+
+    ``streams`` is the position in the data: for each stream, by its number, the integers of ``data.streams.Position``
+    (five) or of ``data.mixture``. ``Loop.drain`` moves it.
+    """
 
     step: int = 0  # finished updates
     tokens: int = 0  # positions so far, padding included
     real_tokens: int = 0  # without padding
-    streams: dict[str, list[int]] = field(default_factory=dict)  # position in the data; empty before the first batch
+    streams: dict[str, list[int]] = field(default_factory=dict)  # this rank's; empty before the first batch
     skipped: Skipped = field(default_factory=Skipped)
 
 

@@ -91,7 +91,8 @@ class Update:
 
         ``index`` numbers the updates of the run from 0. ``stop`` says whether this rank was asked to stop, ``failed``
         whether it has failed. ``skip`` decides whether the update changes anything. The outcome stays on the device,
-        for which the host waits at most once: see ``Optimizer.update``.
+        for which the host waits at most once: see ``Optimizer.update``. The targets are fewer than the real tokens: the
+        last token of a padded or masked document has none.
         """
         inputs = self.inputs(batch)
         counts = self.ranks.to_device(torch.tensor([0, batch.real_tokens, stop, failed]))

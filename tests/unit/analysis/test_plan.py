@@ -177,6 +177,8 @@ def test_waiting_follows_from_the_links():
     (["backbone=colla"], "error: backbone=colla: must be one of"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. Did you mean --gpus 8?"),
+    (["scale=1b", "--gpus", ""], "--gpus '': an empty value. Write one, or leave it out"),
+    (["scale=1b", "--gpus="], "--gpus=: an empty value. Write one, or leave it out"),
 ])  # fmt: skip
 def test_mistakes_are_reported_as_by_train_py(words, error, capsys):
     assert main_of("plan", *words) == 2

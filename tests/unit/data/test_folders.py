@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dlr_pretrain.data import files, open_source
+from dlr_pretrain.data import detect, files, open_source
 from dlr_pretrain.data.splits import split_of
 from dlr_pretrain.util.errors import UserError
 from tests.unit.data.data_corpus import in_key, lines_of, make_config, write_table
@@ -192,7 +192,8 @@ FOLDERS |= {
         ["blobs/1"], {f"snapshots/{A}/x.jsonl": "../../blobs/1", f"snapshots/{B}/x.jsonl": "../../blobs/1"},
         f"snapshots/{A}/x.jsonl", "", {f"snapshots/{B}/x.jsonl": f"the same file as snapshots/{A}/x.jsonl"}),
     "no text": refused({"a.xlsx": TEXT}, r"ends with \.json, .*Left out: a\.xlsx \(\.xlsx is not read\)\. Set"),
-    "nothing": refused({}, r"data\.root=.*: holds no file that .*\.json.*\.tsv, or these with \.gz.*\.xz\. Set"),
+    "nothing": refused({},
+        rf"data\.root=.*: holds no file that ends with {', '.join(detect.SUFFIXES)}, or .*\.xz\. Set"),
     "only a test": refused(["test.jsonl"], r"holds no training file\. Left out: test\.jsonl \(named as a test split\)"),
     "only validation": refused(["val.jsonl"], r"no training file\. Left out: val\.jsonl \(named as a valid"),
     "only blanks": refused({"a.jsonl": b"\n \n", "b.jsonl": b""},

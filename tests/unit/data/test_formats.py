@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import pyarrow
 import pytest
 
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import formats, open_source
+from dlr_pretrain.data import detect, formats, open_source
 from dlr_pretrain.data.files import File
 from dlr_pretrain.data.formats import BOM
 from dlr_pretrain.data.rows import MAX_STRAYS, read_rows
 from dlr_pretrain.util.errors import UserError
+from tests.conftest import ROOT
 from tests.unit.data.data_corpus import in_key, make_config, write_table
 
 FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
@@ -224,3 +226,8 @@ def test_a_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch, name):
     monkeypatch.setattr("dlr_pretrain.data.rows.open_file", lambda *_: Failing())
     with pytest.raises(UserError, match=rf"{name}: cannot be read.*: Input/output error\. Its disk or file server"):
         list(source.read(source.train_shards[0]))
+
+
+def test_the_tutorial_names_every_format():
+    line = (ROOT / "docs" / "tutorial.md").read_text().partition("**Formats**")[2].partition("\n* ")[0]
+    assert {*detect.SUFFIXES, *detect.COMPRESSIONS} == set(re.findall(r"`(\.\w+)`", line))

@@ -151,8 +151,8 @@ def without_root(words: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def run_mixed(words, mixed, tmp_path, no_export):
-    def run(name: str, *more: str):
+def run_of(words, tmp_path, no_export):
+    def run(name: str, mixed: list[str], *more: str):
         from dlr_pretrain.train.run import run as train
 
         train(load(without_root(words(f"run.dir={tmp_path}/runs/{name}", *mixed, *more))))
@@ -161,7 +161,12 @@ def run_mixed(words, mixed, tmp_path, no_export):
     return run
 
 
-def test_a_run_on_a_mixture_resumes_bit_for_bit(run_mixed, capsys):
+@pytest.fixture
+def run_mixed(run_of, mixed):
+    return lambda name, *more: run_of(name, mixed, *more)
+
+
+def test_a_run_on_a_mixture_resumes_bit_for_bit(run_mixed, run_of, mixed, capsys):
     whole = run_mixed("whole")
     said = capsys.readouterr().out
     assert "mixture     web 75.0%, read " in said and "c4, 400 tokens" in said
@@ -174,6 +179,12 @@ def test_a_run_on_a_mixture_resumes_bit_for_bit(run_mixed, capsys):
     assert last["data/web/share"] == 0.75 and last["data/code/epochs"] > 0
     with pytest.raises(UserError, match=r"data\.sources\.web\.weight: 3\.0 there, 2\.0 here"):
         run_mixed("resumed", "data.sources.web.weight=2")
+    renamed = [word.replace("sources.web", "sources.www") for word in mixed]
+    for words, names in ((renamed, "www', 'code"), ([*mixed[2:], *mixed[:2]], "code', 'web")):
+        with pytest.raises(
+            UserError, match=rf"run:\n  data\.sources: \['web', 'code'\] there, \['{names}'\] here\nRest"
+        ):
+            run_of("resumed", words)
 
 
 def test_the_loss_of_a_mixture_is_the_mean_over_its_sources(run_mixed, words, mixed):
@@ -233,6 +244,27 @@ def test_a_recipe_can_hold_a_mixture(tmp_path):
 def test_a_mistake_in_a_mixture_is_named(given, expected):
     with pytest.raises(ConfigError, match=expected):
         load(["scale=tiny", "logger=jsonl", *given])
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ("data.sources.web={root: ROOT, source: local, weight: 1, train_files: no*}",
+     r"data\.sources\.web\.train_files=no\* .* Set data\.sources\.web\.root to"),
+    ("data.sources.web={root: ROOT/none, source: local, weight: 1}",
+     r"^data\.sources\.web\.root=.*/none: no such folder\. .* or data\.sources\.web\.train_files"),
+    ("data.sources.web={root: ROOT, source: local, weight: 1, train_files: a.jsonl, text_key: txt}",
+     r"a\.jsonl: document 0 \(line 1\) has no text 'txt': .* Set data\.sources\.web\.text_key to"),
+    ("eval.sets.web={root: ROOT/none, source: local}",
+     r"^eval\.sets\.web\.root=.*/none: no such folder\. .*, or eval\.sets\.web\.validation_files"),
+    ("eval.sets.web={root: ROOT, source: local, validation_files: a.jsonl, text_key: txt}",
+     r"Set eval\.sets\.web\.text_key to"),
+])  # fmt: skip
+def test_an_error_of_a_text_names_its_own_keys(given, said, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(f"text {i}" for i in range(20)))
+    mix = ["data=mix"] if given.startswith("data") else ["data=sample"]
+    with pytest.raises(UserError, match=said):
+        cfg = load(["scale=tiny", "logger=jsonl", *mix, given.replace("ROOT", str(tmp_path))])
+        validation_sets(cfg, TOKENIZER)
+        list(open_source(cfg).sources["web"].read("a.jsonl"))
 
 
 def test_a_source_of_another_tokenizer_is_refused(run_mixed, tmp_path, corpus, capsys):
