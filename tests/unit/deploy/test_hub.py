@@ -125,7 +125,7 @@ def test_fold_pushes_and_repeats_without_another_fold(train, tmp_path, monkeypat
         assert main_of("fold", *given, "--output", tmp_path / "new") == EXIT_FAILED
         assert not (tmp_path / "new").exists() and "may only read" in capsys.readouterr().err
     assert main_of("fold", *given[:3], "--public") == EXIT_FAILED
-    for name in ("", "me", "a/b/c"):
+    for name in ("me", "a/b/c"):
         assert main_of("fold", *given[:3], "--push", name) == EXIT_FAILED
         assert "must be owner/name" in capsys.readouterr().err
 
