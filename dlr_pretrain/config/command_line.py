@@ -245,12 +245,15 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
 def _compose(words: Sequence[str], line: CommandLine) -> tuple[DictConfig, DictConfig]:
     """The configuration of one job, and Hydra's own node. Hydra composes each choice of options only once.
 
-    The keys are then set as Hydra would set them. It does so itself where a word deletes, or names a package.
+    The keys are then set as Hydra would set them. It does so itself where a word deletes, or names a package. If a file
+    of options has changed since, as in a notebook, Hydra composes anew.
     """
     plain = not any(word.startswith("~") or "@" in key_of(word) for word in words)
     keys = [word for word in words if plain and word.startswith("++") and not _is_hydras(key_of(word))]
     search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
-    options, hydra = _of_options(line.config_name, (*search, *(word for word in words if word not in keys)))
+    files = [path for folder in (CONFIG_DIR, line.config_dir) if folder for path in Path(folder).rglob("*.yaml")]
+    written = tuple((path, path.stat().st_mtime_ns) for path in sorted(files))
+    options, hydra = _of_options(line.config_name, (*search, *(word for word in words if word not in keys)), written)
     composed = copy.deepcopy(options)
     for override in map(parse_word, keys):
         OmegaConf.update(composed, override.key_or_group, override.value())
@@ -258,7 +261,7 @@ def _compose(words: Sequence[str], line: CommandLine) -> tuple[DictConfig, DictC
 
 
 @cache
-def _of_options(name: str, words: tuple[str, ...]) -> tuple[DictConfig, DictConfig]:
+def _of_options(name: str, words: tuple[str, ...], _: tuple[tuple[Path, int], ...]) -> tuple[DictConfig, DictConfig]:
     composed = compose(name, [*words], return_hydra_config=True)
     OmegaConf.set_struct(composed, False)  # so that a key can be added or taken out
     return composed, composed.pop("hydra")
@@ -283,18 +286,15 @@ def jobs(words: list[str]) -> Iterator[list[str]]:
 
 
 def configure(
-    composed: DictConfig, hydra: Any, words: Sequence[str], line: CommandLine, world_size: int | None,
-    machine: bool = True,
-) -> Config:  # fmt: skip
-    """The checked ``Config`` of one run, composed from ``words``, with its directory.
+    composed: DictConfig, hydra: Any, words: Sequence[str], line: CommandLine, ranks: int | None, machine: bool = True
+) -> Config:
+    """The checked ``Config`` of one run on ``ranks`` ranks, composed from ``words``, with its directory.
 
     ``hydra`` is Hydra's own node, with the chosen options. Raises ConfigError with the problems of ``line`` and of all
     keys, or else with those of the rules between keys.
     """
-    given, source = (
-        set(typed([word for word in words if not _is_hydras(key_of(word))])),
-        OmegaConf.select(composed, FROM),
-    )
+    given = set(typed([word for word in words if not _is_hydras(key_of(word))]))
+    source = OmegaConf.select(composed, FROM)
     if source is not None and not (source := str(source).strip()):
         raise ConfigError([Problem(FROM, source, "an empty name", "Name a file, its folder, or owner/name on the hub")])
     try:
@@ -309,7 +309,7 @@ def configure(
             cfg = replace(parse(_resolved(composed)), run=cfg.run)
     except OmegaConfBaseException as error:
         raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
-    problems = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
+    problems = [] if line.shows else [*validate(cfg, ranks, machine), *unused(cfg, given)]
     if hydra.job.chdir:
         problems.append(Problem("hydra.job.chdir", True, "would move relative paths, such as run.dir", "Leave it out"))
     if problems:

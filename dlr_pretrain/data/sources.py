@@ -36,6 +36,7 @@ MAX_REPORTED_ROWS = 5  # bad rows that a process reports individually
 HELD_OUT = "held out of "  # prefix of the validation shard that is made from a training shard
 FIRST_DOCUMENTS = 1000  # documents at the start, of which at least one is held out
 
+Choose = Callable[[Data], Choice]
 log = logging.getLogger(__name__)
 
 
@@ -48,15 +49,10 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     if cfg.data.source != "mix":
         return _open(cfg.data, progress or log.info, version)
     mixed, whole = cfg.data.sources, sum(text.weight for text in cfg.data.sources.values())
-    opened = {
-        name: _open(
-            _of_entry(cfg.data, text, train_files=text.train_files),
-            log.info,
-            (version or {}).get(name),
-            f"data.sources.{name}",
-        )
-        for name, text in mixed.items()
-    }
+    opened, versions = {}, version or {}
+    for name, text in mixed.items():
+        entry = _of_entry(cfg.data, text, train_files=text.train_files)
+        opened[name] = _open(entry, log.info, versions.get(name), f"data.sources.{name}")
     return Mixture(opened, {name: text.weight / whole for name, text in mixed.items()})
 
 
@@ -72,12 +68,9 @@ def _of_entry(data: Data, text: ValidationText, **more: Any) -> Data:
 
 
 def _open(
-    data: Data,
-    progress: Callable[[str], None],
-    version: str | None,
-    keys: str = "data",
-    choose: Callable[[Data], Choice] = choose,
+    data: Data, progress: Callable[[str], None], version: str | None, keys: str = "data", choose: Choose = choose
 ) -> TextSource | TokenSource:
+    """Open the text of ``data``, whose place the configuration has under ``keys``."""
     with naming_keys(keys):
         if data.source == "tokens":
             return TokenSource(Path(data.root or ""))
