@@ -12,6 +12,7 @@ from dlr_pretrain.config.tree import GROUPS, KEYS
 from dlr_pretrain.util.secrets import redact
 
 OVERRIDES = (*GROUPS, *KEYS)
+PROMPT = "--prompt"  # may be empty: the model then begins a document
 
 
 class Parser(ArgumentParser):
@@ -40,8 +41,9 @@ class Parser(ArgumentParser):
         words: list[str] = []
         flag, self.words = "", [*(sys.argv[1:] if args is None else args)]
         for word in self.words:
-            if not word.strip() or re.fullmatch(r"--[\w-]+=", word):  # a path would be the working directory
-                self.error(f"{word.strip() or f'{flag} {word!r}'.strip()}: an empty value. Write one, or leave it out")
+            empty = word if re.fullmatch(r"--[\w-]+=", word) else "" if word.strip() else f"{flag} {word!r}".strip()
+            if empty and not empty.startswith(PROMPT):  # an empty path would be the working directory
+                self.error(f"{empty}: an empty value. Write one, or leave it out")
             if flag in self.lists and words[-1] != flag and not word.startswith("-") and "=" not in word:
                 words[-1] += f",{word}"
                 continue
