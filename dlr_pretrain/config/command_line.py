@@ -256,7 +256,8 @@ def _compose(words: Sequence[str], line: CommandLine) -> tuple[DictConfig, DictC
     options, hydra = _of_options(line.config_name, (*search, *(word for word in words if word not in keys)), written)
     composed = copy.deepcopy(options)
     for override in map(parse_word, keys):
-        OmegaConf.update(composed, override.key_or_group, override.value())
+        value = override.value()
+        OmegaConf.update(composed, override.key_or_group, value, merge=isinstance(value, dict))
     return composed, hydra
 
 
@@ -295,10 +296,10 @@ def configure(
     """
     given = set(typed([word for word in words if not _is_hydras(key_of(word))]))
     source = OmegaConf.select(composed, FROM)
-    if source is not None and not (source := str(source).strip()):
-        raise ConfigError([Problem(FROM, source, "an empty name", "Name a file, its folder, or owner/name on the hub")])
+    source = source if source is None else str(source).strip()
+    empty = Problem(FROM, source, "an empty name", "Name a file, its folder, or owner/name on the hub")
     try:
-        cfg = parse(_resolved(composed), given, line.problems)
+        cfg = parse(_resolved(composed), given, [*line.problems, *([empty] if source == "" else [])])
         if cfg.run.dir is None:
             choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
             named = choices | ({"scale": name_of(source)} if source else {})

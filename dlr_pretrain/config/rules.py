@@ -48,7 +48,7 @@ def unused(cfg: Config, given: Collection[str]) -> Iterator[Problem]:
     keys, values = all_keys(written), flatten(written)
     for name in sorted(keys.keys() & set(given)):  # the other words choose options
         if why := next(_reasons(name, keys[name], cfg, values, given), None):
-            yield Problem(name, values[name], f"would be ignored: {why}", "Leave it out")
+            yield Problem(name, values.get(name, {}), f"would be ignored: {why}", "Leave it out")
 
 
 def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], given: Collection[str]) -> Iterator[str]:

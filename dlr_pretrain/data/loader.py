@@ -187,8 +187,11 @@ class ValidationSet:
 
 def validation_sets(cfg: Config, tokenizer: Tokenizer) -> dict[str, ValidationSet]:
     """The further validation sets, ``eval.sets``, by name."""
-    texts = {name: open_validation(cfg.data, name, text) for name, text in cfg.eval.sets.items()}
-    return {name: validation_set(cfg, text, tokenizer) for name, text in texts.items()}
+    sets = {}
+    for name, text in cfg.eval.sets.items():
+        with naming_keys(f"eval.sets.{name}"):
+            sets[name] = validation_set(cfg, open_validation(cfg.data, name, text), tokenizer)
+    return sets
 
 
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
@@ -237,7 +240,8 @@ def _joined(parts: Mapping[str, ValidationSet]) -> ValidationSet:
 
 
 def _no_validation_text(cfg: Config, source: TextSource | TokenSource) -> UserError:
-    fix = "Set data.validation_files to files with text, or use a larger data.held_out"
+    fix = "Set data.validation_files to files with text"
+    fix += ", or use a larger data.held_out" if isinstance(source, TextSource) and source.holds_out else ""
     if cfg.data.bad_rows == "skip":
         fix += f". All rows may have been left out: is data.text_key={cfg.data.text_key} right?"
     return UserError("The validation shards hold no text", ", ".join(source.validation_shards[:3]), fix)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from itertools import count
@@ -199,7 +200,8 @@ def layers_source(cfg: Config) -> str:
     text = EXPORTED_LAYERS.read_text("utf-8")
     if not cfg.backbone.exported_layer:
         return text
-    layer = pkgutil.resolve_name(cfg.backbone.exported_layer)
+    module, _, name = cfg.backbone.exported_layer.replace(":", ".").rpartition(".")
+    layer = getattr(import_module(module), name)  # unlike pkgutil's, this error names what is missing
     return f"{text}\n\n{inspect.getsource(layer)}\n\nLAYERS[{cfg.backbone.name!r}] = {layer.__name__}\n"
 
 
@@ -217,7 +219,7 @@ def require_exportable(cfg: Config) -> str:
     try:
         trained, exported = layer_shapes(cfg)
     except Exception as error:  # a user's own layer may raise any
-        rule = f"its exported layer cannot be built ({type(error).__name__}: {first_line(error)})"
+        rule = f"its exported layer cannot be used ({type(error).__name__}: {first_line(error)})"
         raise UserError(f"backbone={cfg.backbone.name}", rule, fix) from error
     differ = {name: (trained.get(name), exported.get(name)) for name, _ in trained.items() ^ exported.items()}
     if differ:
@@ -230,21 +232,36 @@ def require_exportable(cfg: Config) -> str:
 def layer_shapes(cfg: Config) -> tuple[dict[str, tuple], dict[str, tuple]]:
     """The shapes of all tensors of two blocks' layers by exported name: of those trained, and of those exported.
 
-    The exported layers are built and called on the meta device, from the text that an export holds.
+    The exported layers are built and called on the meta device, from the text that an export holds. A user's layer may
+    also read LLaMA's own settings.
     """
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=min(2, cfg.scale.num_layers)))
     source, trained, exported = dict[str, Any](), dict[str, tuple](), dict[str, tuple]()
     exec(layers_source(cfg), source)
     if (layer_of := source["LAYERS"].get(cfg.backbone.name)) is None:
         raise LookupError(f"LAYERS of {EXPORTED_LAYERS.name} lacks it, and its options name no exported_layer")
-    settings, source["CALL"].latents = source["Settings"](), source["Latents"]()
+
+    declared: Any = source["Settings"]
+
+    class Settings(declared):
+        def __getattr__(self, name: str) -> Any:
+            from transformers import LlamaConfig
+
+            return getattr(LlamaConfig(**vars(self)), name)
+
+    settings: Any = Settings()
+    source["CALL"].latents = source["Latents"]()
     vars(settings).update(model_config(cfg, 1, torch.float32))
     with torch.device("meta"):
         for path, layer in named_layers(build_model(cfg, 1, torch.device("meta"))):
             for name in projections(path, layer):
                 spec, projection = layer.spec, name.rpartition(".")[2]
                 one = layer_of(spec.d_in, spec.d_out, settings, spec.block, projection)
-                one(torch.empty(1, spec.d_in))
+                try:
+                    one(torch.empty(1, 1, spec.d_in))
+                except RuntimeError as error:
+                    if "meta tensor" not in str(error):  # else the formula depends on values, of which there are none
+                        raise
                 trained |= {f"{name}.{leaf}": shape for leaf, shape in layer.parts.values()}
                 exported |= {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in one.state_dict().items()}
     return trained, exported

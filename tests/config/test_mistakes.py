@@ -22,6 +22,8 @@ MISTAKES = {  # a command line, and parts of its one-line message
     # keys that do not exist
     "+train.lrr=1": ["train.lrr=1: no such key", "Did you mean train.lr?"],
     "train=5": ["train=5: a section", "train.steps"],
+    "train=[1]": ["train=[1]: a section", "train.steps"],
+    "data.sources=[a]": ["must be named entries"],
     "dlr={alhpa: 2}": ["dlr.alhpa=2", "Did you mean dlr.alpha?"],
     "optimizer.bta2=1": ["optimizer.bta2=1: no such key of optimizer=adamw", "Did you mean optimizer.beta2?"],
     "dlr={enabled: true}": ["dlr.enabled=true", "Choose another option: dlr=<option>"],

@@ -90,8 +90,8 @@ def test_what_models_here_are_not_is_refused_by_name(tmp_path, change, rule):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"scale\.from=: an empty name\. Name a file, its folder, or"):
-        of("scale.from=")
+    with pytest.raises(ConfigError, match=r"scale\.from=: an empty name\. Name a file, its folder, or.*\n.*seed=-1"):
+        of("scale.from=", "seed=-1")
     with pytest.raises(
         ConfigError, match=r"scale\.from=.*no/config\.json: cannot be read: FileNotFoundError.*on the hub"
     ):

@@ -257,9 +257,12 @@ def test_a_mistake_in_a_mixture_is_named(given, expected):
      r"^eval\.sets\.web\.root=.*/none: no such folder\. .*, or eval\.sets\.web\.validation_files"),
     ("eval.sets.web={root: ROOT, source: local, validation_files: a.jsonl, text_key: txt}",
      r"Set eval\.sets\.web\.text_key to"),
+    ("eval.sets.web={root: ROOT, source: local, validation_files: blank.jsonl}",
+     r"hold no text: blank\.jsonl\. Set eval\.sets\.web\.validation_files to files with text$"),
 ])  # fmt: skip
 def test_an_error_of_a_text_names_its_own_keys(given, said, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of(f"text {i}" for i in range(20)))
+    (tmp_path / "blank.jsonl").write_bytes(lines_of([""] * 20))
     mix = ["data=mix"] if given.startswith("data") else ["data=sample"]
     with pytest.raises(UserError, match=said):
         cfg = load(["scale=tiny", "logger=jsonl", *mix, given.replace("ROOT", str(tmp_path))])

@@ -156,6 +156,27 @@ class ForeignLinear(LowRankLinear):
         return pytest.approx(x)
 
 
+class CarefulLinear(LowRankLinear):
+    """A layer that reads LLaMA's settings, the three dimensions of x and its values."""
+
+    def forward(self, x):
+        _batch, _length, _width = x.shape
+        assert self.config.attention_dropout == 0 and not hasattr(self.config, "slope")
+        assert self.config.head_dim == self.config.hidden_size // self.config.num_attention_heads
+        if x.isnan().any():
+            raise ValueError
+        return super().forward(x)
+
+    def __init__(self, d_in, d_out, config, *of):
+        super().__init__(d_in, d_out, config, *of)
+        self.config = config
+
+
+def test_a_layer_may_read_shapes_values_and_llamas_settings(monkeypatch):
+    monkeypatch.setattr(type(COLA.backbone), "exported_layer", f"{__name__}.CarefulLinear")
+    assert require_exportable(COLA) == ""
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
