@@ -232,26 +232,14 @@ def require_exportable(cfg: Config) -> str:
 def layer_shapes(cfg: Config) -> tuple[dict[str, tuple], dict[str, tuple]]:
     """The shapes of all tensors of two blocks' layers by exported name: of those trained, and of those exported.
 
-    The exported layers are built and called on the meta device, from the text that an export holds. A user's layer may
-    also read LLaMA's own settings.
+    The exported layers are built and called on the meta device, from the text that an export holds.
     """
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=min(2, cfg.scale.num_layers)))
     source, trained, exported = dict[str, Any](), dict[str, tuple](), dict[str, tuple]()
     exec(layers_source(cfg), source)
     if (layer_of := source["LAYERS"].get(cfg.backbone.name)) is None:
         raise LookupError(f"LAYERS of {EXPORTED_LAYERS.name} lacks it, and its options name no exported_layer")
-
-    declared: Any = source["Settings"]
-
-    class Settings(declared):
-        def __getattr__(self, name: str) -> Any:
-            from transformers import LlamaConfig
-
-            return getattr(LlamaConfig(**vars(self)), name)
-
-    settings: Any = Settings()
-    source["CALL"].latents = source["Latents"]()
-    vars(settings).update(model_config(cfg, 1, torch.float32))
+    settings, source["CALL"].latents = _layer_settings(source["Settings"], cfg), source["Latents"]()
     with torch.device("meta"):
         for path, layer in named_layers(build_model(cfg, 1, torch.device("meta"))):
             for name in projections(path, layer):
@@ -265,6 +253,20 @@ def layer_shapes(cfg: Config) -> tuple[dict[str, tuple], dict[str, tuple]]:
                 trained |= {f"{name}.{leaf}": shape for leaf, shape in layer.parts.values()}
                 exported |= {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in one.state_dict().items()}
     return trained, exported
+
+
+def _layer_settings(declared: Any, cfg: Config) -> Any:
+    """What a layer reads of config.json: an instance of the class ``declared``, with LLaMA's own settings if asked."""
+
+    class Settings(declared):
+        def __getattr__(self, name: str) -> Any:
+            from transformers import LlamaConfig
+
+            return getattr(LlamaConfig(**vars(self)), name)
+
+    settings: Any = Settings()
+    vars(settings).update(model_config(cfg, 1, torch.float32))
+    return settings
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
