@@ -399,7 +399,8 @@ def _register_layer(folder: Path) -> None:
         return
     if came_with(folder, re.split("[.:]", name)[0]):
         origin = "is in a folder around it, from which it may have been downloaded"
-        raise UserError(f"{folder}: names the layer {name}, which {origin}. If you trust its code, install its package")
+        fix = "If you trust its code, install its package, or move the export out of that folder"
+        raise UserError(f"{folder}: names the layer {name}, which {origin}. {fix}")
     try:
         layer = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -264,9 +264,10 @@ class Llama(nn.Module):
         for path, layer in named_layers(self):
             for name in projections(path, layer):
                 values = layer.initial(seeded, name)
-                if values.keys() != (declared := {part.leaf for part in layer.parts.values()}):
-                    rule = f"its layer declares {sorted(declared)} by fuse, but initial gives {sorted(values)}"
-                    raise UserError(f"backbone={layer.options.name}", rule)
+                declared, given = dict(layer.parts.values()), {leaf: tuple(v.shape) for leaf, v in values.items()}
+                if given != declared:  # copy_ would repeat a value of another shape
+                    rule = f"its layer declares {declared} by fuse, but initial gives {given}"
+                    raise UserError(f"backbone={layer.options.name}", rule, "Correct the layer's method initial")
                 for leaf, value in values.items():
                     exported[f"{name}.{leaf}"].copy_(value)
 

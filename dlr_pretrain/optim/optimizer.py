@@ -73,8 +73,8 @@ class Optimizer:
     The same weights have three roles:
 
     working   by fused name, ``...qkv.b``: the model multiplies by them. With DLR they are W = round(B + beta R^T)
-    values    by fused name, and alpha: fp32 masters, or the working weights themselves without their residuals. An
-              update changes the trained ones; a checkpoint holds them all
+    values    by fused name, and alpha: fp32 masters, or the working weights themselves, which hold B only within
+              ``taken_out``. An update changes the trained ones; a checkpoint holds them all
     targets   the trained values as the parts see them: by fused name, or by matrix, ``...q_proj.b.weight``, if a part
               needs matrices. State is named after them
     """

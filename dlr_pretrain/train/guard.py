@@ -1,4 +1,4 @@
-"""Everything that may end a run before its last step, or skip one of its updates.
+"""Everything that may end a run before its last step.
 
 An update whose loss or gradient is not finite changes nothing on the device. ``Guard`` counts it, keeps its batch, and
 ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank whose data fail carries the failure into

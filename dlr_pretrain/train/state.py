@@ -62,7 +62,7 @@ class TrainState:
     step: int = 0  # finished updates
     tokens: int = 0  # positions so far, padding included
     real_tokens: int = 0  # without padding
-    streams: dict[str, list[int]] = field(default_factory=dict)  # this rank's; empty before the first batch
+    streams: dict[str, list[int]] = field(default_factory=dict)  # after the first batch, this rank's
     skipped: Skipped = field(default_factory=Skipped)
 
 

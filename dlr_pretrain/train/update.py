@@ -123,7 +123,7 @@ class Update:
 
     @record_function("optimizer")
     def step(self, loss: Tensor, index: int, lr: float, failures: Tensor) -> tuple[Tensor, Tensor]:
-        """Step with the summed, clipped gradients; returns their norm before clipping, and 1 if skipped."""
+        """Step with the summed gradients, clipped; returns their norm before clipping, and 1 if skipped."""
         norm = parallel.norm_of(self.optimizer.collect())
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
         with nullcontext() if self.optimizer.reads_on_device else self.ranks.heartbeat.may_wait(MATRIX_UPDATE_SECONDS):

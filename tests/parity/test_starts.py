@@ -54,10 +54,14 @@ def test_every_backbone_has_its_formula():
     assert {kind.split("-")[0] for kind in KINDS} == exported | {"full"}
 
 
-def test_a_parameter_without_an_initial_value_is_refused(monkeypatch):
+@pytest.mark.parametrize("values", [
+    lambda drawn: {"a.weight": drawn["a.weight"]},
+    lambda drawn: drawn | {"b.weight": drawn["b.weight"][:1]},
+], ids=["one is missing", "one row for all"])  # fmt: skip
+def test_initial_values_that_do_not_fit_are_refused(monkeypatch, values):
     drawn = LowRank.initial
-    monkeypatch.setattr(LowRank, "initial", lambda *of: {"a.weight": drawn(*of)["a.weight"]})
-    with pytest.raises(UserError, match=r"cola: .* declares \['a.weight', 'b.weight'\] .* gives \['a.weight'\]"):
+    monkeypatch.setattr(LowRank, "initial", lambda *of: values(drawn(*of)))
+    with pytest.raises(UserError, match=r"cola: .* declares \{'a.weight': .* gives \{'a.weight': .* method initial$"):
         build_model(small("cola"), VOCAB, CPU)
 
 
