@@ -297,9 +297,11 @@ def configure(
     given = set(typed([word for word in words if not _is_hydras(key_of(word))]))
     source = OmegaConf.select(composed, FROM)
     source = source if source is None else str(source).strip()
-    empty = Problem(FROM, source, "an empty name", "Name a file, its folder, or owner/name on the hub")
+    problems = [*line.problems]
+    if source == "":
+        problems.append(Problem(FROM, source, "an empty name", "Name a file, its folder, or owner/name on the hub"))
     try:
-        cfg = parse(_resolved(composed), given, [*line.problems, *([empty] if source == "" else [])])
+        cfg = parse(_resolved(composed), given, problems)
         if cfg.run.dir is None:
             choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
             named = choices | ({"scale": name_of(source)} if source else {})

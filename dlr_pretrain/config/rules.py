@@ -19,7 +19,7 @@ from dlr_pretrain.config.key import ON_THE_HUB, Key
 from dlr_pretrain.config.problems import MISSING, Problem, as_typed
 from dlr_pretrain.config.run_folder import holds_weights
 from dlr_pretrain.config.tree import CONFIG_DIR, OPEN_GROUPS, Config, largest_divisor
-from dlr_pretrain.config.values import all_keys, flatten, to_dict
+from dlr_pretrain.config.values import all_keys, flatten, target_of, to_dict
 from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
 
@@ -76,7 +76,7 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
 
 def _model(cfg: Config) -> Iterator[Problem]:
     s, factorized = cfg.scale, cfg.backbone.factorized
-    options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
+    options = target_of(cfg.backbone)
     ours = CONFIG_DIR / "backbone" / f"{cfg.backbone.name}.yaml"
     if ours.is_file() and options not in ours.read_text("utf-8"):
         rule = f"is the name of a backbone of this package, but the class {options} is not that backbone's"

@@ -7,7 +7,7 @@ from typing import Any
 
 from dlr_pretrain.config.key import Key, is_value, keys_of
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
-from dlr_pretrain.config.tree import ENTRIES, GROUPS, KEYS, OPEN_GROUPS, SECTIONS, Config, entry_keys, keys_in
+from dlr_pretrain.config.tree import ENTRIES, GROUPS, KEYS, OPEN_GROUPS, SECTIONS, Config, Options, entry_keys, keys_in
 from dlr_pretrain.util.errors import first_line
 
 TARGET = "_target_"  # Hydra's name for the class that a mapping sets up
@@ -34,9 +34,14 @@ def to_dict(cfg: Config) -> dict[str, Any]:
     tree = dataclasses.asdict(cfg)
     for group in OPEN_GROUPS:
         options = getattr(cfg, group)
-        target = {TARGET: f"{type(options).__module__}.{type(options).__qualname__}"}
-        tree[group] = target | {name: getattr(options, name) for name, _ in keys_of(type(options))}
+        values = {name: getattr(options, name) for name, _ in keys_of(type(options))}
+        tree[group] = {TARGET: target_of(options)} | values
     return tree
+
+
+def target_of(options: Options) -> str:
+    """The name of the class of chosen options, by which Hydra and Python find it."""
+    return f"{type(options).__module__}.{type(options).__qualname__}"
 
 
 def options_class(group: str, tree: Mapping) -> type:

@@ -28,6 +28,7 @@ from torch import Tensor
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.config.run_folder import exported_folder, read_record
 from dlr_pretrain.config.shape import settings_of
+from dlr_pretrain.config.values import target_of
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
@@ -214,8 +215,7 @@ def require_exportable(cfg: Config) -> str:
         return ""
     if exported_keys(cfg) is None:
         return NO_LAYER.format(cfg.backbone.name)
-    options = f"{type(cfg.backbone).__module__}.{type(cfg.backbone).__qualname__}"
-    fix = f"Correct exported_keys or exported_layer of {options}, or this layer: see docs/extending.md"
+    fix = f"Correct exported_keys or exported_layer of {target_of(cfg.backbone)}, or this layer: see docs/extending.md"
     try:
         trained, exported = layer_shapes(cfg)
     except Exception as error:  # a user's own layer may raise any
