@@ -15,7 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import export, exported_keys, modeling, open_folder, require_exportable, write_weights
+from dlr_pretrain.deploy.export import (
+    export,
+    exported_keys,
+    layer_difference,
+    modeling,
+    open_folder,
+    require_exportable,
+    write_weights,
+)
 from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.train.corpus import open_corpus
@@ -156,6 +164,11 @@ class ForeignLinear(LowRankLinear):
         return pytest.approx(x)
 
 
+class LoudLinear(LowRankLinear):
+    def forward(self, x):
+        return 1.01 * super().forward(x)
+
+
 class CarefulLinear(LowRankLinear):
     """A layer that reads LLaMA's settings, the three dimensions of x and its values."""
 
@@ -177,20 +190,34 @@ def test_a_layer_may_read_shapes_values_and_llamas_settings(monkeypatch):
     assert require_exportable(COLA) == ""
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
+def test_exported_layers_compute_what_is_trained(kind, monkeypatch):
+    assert layer_difference(of_kind(kind)) == ""
+    monkeypatch.setattr(export_module, "LAYER_BOUND", -1)  # they were compared
+    assert "in model.layers.0.self_attn.q_proj" in layer_difference(of_kind(kind))
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"exported_keys": ("rank", "slope")}, "'Options' object has no attribute 'slope'"),
+        (
+            {"exported_layer": f"{__name__}.CarefulLinear", "exported_keys": ("rank", "slope")},
+            "'Options' object has no attribute 'slope'",
+        ),
         ({"name": "mine"}, "LAYERS of exported_layers.py lacks it, and its options name no exported_layer"),
         ({"exported_layer": "no_such_package.Layer"}, "No module named 'no_such_package'"),
         ({"exported_layer": f"{__name__}.NoLinear"}, "has no attribute 'NoLinear'"),
         ({"exported_layer": f"{__name__}.ForeignLinear"}, "name 'pytest' is not defined"),
         (
             {"exported_layer": f"{__name__}.WideLinear"},
-            r"down_proj.b.weight is \(32, 8\) in training, and \(33, 8\) there",
+            r"q_proj.b.weight is \(32, 8\) in training, and \(33, 8\) there",
+        ),
+        (
+            {"exported_layer": f"{__name__}.LoudLinear"},
+            "computes another formula: .* by 0.0[0-9]+ of their standard deviation, in model.layers.0.self_attn.q_proj",
         ),
     ],
-    ids=["key", "name", "package", "class", "foreign code", "shape"],
+    ids=["key", "name", "package", "class", "foreign code", "shape", "formula"],
 )
 def test_a_run_checks_the_exported_layer_before_its_text(changed, said, tmp_path, monkeypatch):
     for name, value in changed.items():
@@ -200,7 +227,7 @@ def test_a_run_checks_the_exported_layer_before_its_text(changed, said, tmp_path
 
 
 def test_a_run_says_first_that_it_has_no_exported_layer(monkeypatch):
-    assert not any(require_exportable(of_kind(kind)) for kind in KINDS)
+    assert require_exportable(COLA) == ""
     monkeypatch.delattr(type(COLA.backbone), "exported_keys")
     assert require_exportable(COLA) == "transformers cannot load backbone=cola yet: its options name no exported_keys"
 
