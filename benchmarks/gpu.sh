@@ -199,7 +199,7 @@ trained() { # seconds, backbones: runs with and without DLR, at two rates, with 
     echo "$slice runs: TOKENS names no folder of prepare_data.py; the sample of this project is the text"
   fi
   if [ -n "${GPU_REHEARSAL:-}" ]; then backbones=${2%%,*}; fi
-  packing "$folder" &
+  packing "$folder" &>/dev/null & # whose sleep may outlive it
   local packer=$!
   once runs "$most" "$python" slurm/submit.py --local --limit "${JOBS:-2}" "${text[@]}" "device=$trains_on" \
     "run.root=$folder" "train.steps=$steps" "eval.every=$((steps / 4))" "checkpoint.every=$((steps / 4))" \

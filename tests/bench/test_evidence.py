@@ -11,8 +11,8 @@ from zipfile import ZipFile
 import pytest
 from scipy.stats import t
 
+from benchmarks import page
 from benchmarks.evidence import geometry, report
-from benchmarks.page import losses
 from dlr_pretrain.cli import load
 from dlr_pretrain.launch.runs import load_runs, read_table
 from tests.conftest import ROOT, killed_with_its_group
@@ -31,6 +31,17 @@ def test_the_page_of_geometry_shows_its_numbers():
     text = geometry.PAGE.read_text()
     assert geometry.filled(text) == text
     assert all(f"evidence/geometry/{path.name}" in text for path in geometry.PACKED.glob("*.png"))
+
+
+def test_the_page_of_gpu_results_is_written_from_their_table():
+    assert page.page(page.read(page.TABLE)) == page.PAGE.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script needs Linux")
+def test_the_page_expects_something_of_each_measurement():
+    listed = subprocess.run([SCRIPT, "out", "list"], capture_output=True, text=True, check=True).stdout
+    measured = set(re.findall(r"^(\w) ([\w-]+):", listed, flags=re.MULTILINE)) - {("h", "tests")}
+    assert measured and measured <= {(key, name) for key, (_, expected) in page.SLICES.items() for name in expected}
 
 
 def test_the_intervals_of_a_table_hold_together():
@@ -150,7 +161,7 @@ def test_each_backbone_has_an_interval_of_its_pairs():
         )
         for dlr, loss in (("off", 4.0), ("on", 4.0 + difference))
     ]
-    assert losses(runs).splitlines()[-2:] == [
+    assert page.losses(runs, "").splitlines()[-2:] == [
         "| cola | 2.0M | 4 | -0.1500 | -0.2419 to -0.0581 |",
         "| lost | 2.0M | 1 | +0.5000 |  |",
     ]
