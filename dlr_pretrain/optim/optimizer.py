@@ -60,23 +60,23 @@ class InOut(Protocol):
 
 
 class Target(NamedTuple):
-    """A tensor that one of the parts updates."""
+    """A tensor that one of the optimizers updates."""
 
     tensor: Tensor  # over all ranks
-    rows: Tensor  # of this rank: the parameter of the part, and ``tensor`` itself where nothing is sharded
-    part: torch.optim.Optimizer
+    rows: Tensor  # of this rank: the parameter that it updates, and ``tensor`` itself where nothing is sharded
+    optimizer: torch.optim.Optimizer
 
 
 class Optimizer:
-    """Updates the parameters of a model with its ``parts``: one or more optimizers in the style of ``torch.optim``.
+    """Updates the parameters of a model with its ``optimizers``, one or more in the style of ``torch.optim``.
 
     The same weights have three roles:
 
     working   by fused name, ``...qkv.b``: the model multiplies by them. With DLR they are W = round(B + beta R^T)
     values    by fused name, and alpha: fp32 masters, or the working weights themselves, which hold B only within
               ``taken_out``. An update changes the trained ones; a checkpoint holds them all
-    targets   the trained values as the parts see them: by fused name, or by matrix, ``...q_proj.b.weight``, if a part
-              needs matrices. State is named after them
+    targets   the trained values as the optimizers see them: by fused name, or by matrix, ``...q_proj.b.weight``, if
+              one of them needs matrices. State is named after them
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Optimizer:
         self.values |= alpha
         trained = {name: self.values[name] for name in self.trained}
         tensors = (trained if whole else self.split({n: v.detach() for n, v in trained.items()})) | alpha
-        self.parts = options.build(tensors, How(compiled, rounding_seed))
-        self.reads_on_device = all(map(_reads_found_inf, self.parts))
-        part_of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
+        self.optimizers = options.build(tensors, How(compiled, rounding_seed))
+        self.reads_on_device = all(map(_reads_found_inf, self.optimizers))
+        optimizer_of = {p: optimizer for optimizer in self.optimizers for p in _parameters(optimizer)}
         rows = {name: sharded.local_rows(p) for name, p in tensors.items()}
-        self.targets = {name: Target(p, rows[name], part_of[rows[name]]) for name, p in tensors.items()}
+        self.targets = {name: Target(p, rows[name], optimizer_of[rows[name]]) for name, p in tensors.items()}
         self.put_in()  # until now the working weights held B
 
     @torch.no_grad()
@@ -155,24 +155,24 @@ class Optimizer:
         when loro takes an exact step.
 
         adamw and adamw_8bit read both scalars on the device, through the hooks of torch's gradient scaler: the host
-        does not wait, and gradients are scaled in fp32 as they are read. If any part lacks these hooks, the host waits
-        once for both scalars.
+        does not wait, and gradients are scaled in fp32 as they are read. If any optimizer lacks these hooks, the host
+        waits once for both scalars.
         """
         skipped, on_host = (False, None) if self.reads_on_device else _on_host(skip, factor)
         if skipped:
             return
         with self.taken_out():
-            for part in self.parts:
-                for group in part.param_groups:
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
                     group["lr"] = lr
-                if isinstance(part, Adam):
-                    part.index = index
-                if _reads_found_inf(part):
-                    vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
+                if isinstance(optimizer, Adam):
+                    optimizer.index = index
+                if _reads_found_inf(optimizer):
+                    vars(optimizer).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
                 elif on_host is not None and on_host != 1.0:
-                    gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
+                    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
                     torch._foreach_mul_(gradients, on_host)
-                part.step()
+                optimizer.step()
 
     def clear(self) -> None:
         """Free all gradients: those of the model, and those that ``collect`` made from them."""
@@ -199,12 +199,12 @@ class Optimizer:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
             states.setdefault(name, {})[entry] = _own(self.targets[name], entry, stored)
         for name, state in states.items():
-            self.targets[name].part.state[self.targets[name].rows] = state
+            self.targets[name].optimizer.state[self.targets[name].rows] = state
 
     def release(self) -> None:
         """Free the state after the last update: the device may lack the memory to hold it during the fold."""
-        for part in self.parts:
-            part.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int) -> None:
@@ -215,10 +215,10 @@ class Optimizer:
         names = set(self.split({name: self.values[name] for name in names}))
         state = {(name, entry): value for name, entry, value in self._entries()}
         for (name, entry), value in state.items():
-            moment, _, part = entry.partition(".")
-            if name in names and moment in MOMENTS and part in ("", "codes"):
+            moment, _, piece = entry.partition(".")
+            if name in names and moment in MOMENTS and piece in ("", "codes"):
                 p, zero = self.targets[name].tensor, 0
-                if part == "codes":
+                if piece == "codes":
                     zero = int(state[name, f"{moment}.map"].abs().argmin())
                 shape = p.shape if sharded.is_sharded(p) else value.shape
                 drawn = torch.rand(shape, generator=named_generator(seed, f"{name}/{moment}"))
@@ -227,7 +227,7 @@ class Optimizer:
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, target in self.targets.items():
-            for entry, value in target.part.state.get(target.rows, {}).items():
+            for entry, value in target.optimizer.state.get(target.rows, {}).items():
                 yield name, entry, value
 
 
@@ -242,13 +242,17 @@ def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float 
     return bool(skipped), number
 
 
-def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
-    return getattr(part, "_step_supports_amp_scaling", False)  # torch's gradient scaler asks the same way
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's gradient scaler asks the same way
 
 
 def _own(target: Target, entry: str, stored: Any) -> Tensor:
-    """A copy of this rank's rows of ``stored``, laid out as the part itself lays out its state."""
+    """A copy of this rank's rows of ``stored``, laid out as the optimizer itself lays out its state."""
     value = sharded.whole(stored) if entry == "step" else sharded.own_part(target.tensor, stored)
-    if entry == "step" and not _reads_found_inf(target.part):  # only fused kernels count steps on the device
+    if entry == "step" and not _reads_found_inf(target.optimizer):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)
     return empty_state(target.rows, value.shape, value.dtype).copy_(value)
