@@ -291,7 +291,7 @@ class RankChecks:
             scratch = Path(ranks.on_main(lambda: opened.enter_context(temporary())))
             cfg = short(resolve_micro_batch(self.cfg, ranks, corpus.vocab_size, scratch), ranks.world_size, scratch)
             validation, few = corpus.validation, 2 * ranks.world_size  # sequences
-            head = replace(validation, tokens=validation.tokens[:few], lengths=validation.lengths[:few], parts={})
+            head = replace(validation, tokens=validation.tokens[:few], lengths=validation.lengths[:few], by_source={})
             corpus = replace(corpus, validation=head, sets={})
             run = Run(cfg, scratch, ranks, self.stop, Console(cfg, enabled=False), corpus)
             run.complete()

@@ -96,10 +96,10 @@ def compare(trials: Sequence[dict], partners: Mapping[str, str] = MappingProxyTy
 
 
 def choose(trials: Sequence[dict]) -> dict:
-    """The best rate ``lr`` of a method (None if none can be chosen) among ``rates``, by the mean loss over ``seeds``.
+    """The best rate ``lr`` of a method among ``rates``, by the mean loss over ``seeds``.
 
-    ``losses`` maps each seed to its loss on half B, or to None if the run diverged. A rate with a
-    diverged run is not chosen. ``reason`` says why there is no result yet.
+    ``losses`` maps each seed to its loss on half B at that rate, or to None if its run diverged. A rate of the grid
+    with a diverged run is not chosen. If none can be chosen yet, ``lr`` is None and ``reason`` says why.
     """
     by_seed: dict[object, dict[float, dict]] = {}
     for trial in trials:

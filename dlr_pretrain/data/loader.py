@@ -182,7 +182,7 @@ class ValidationSet:
     real_tokens: int  # number of input positions that are not padding
     separator: int | None = None  # the id that ends a document, if documents are scored separately: see ``separated``
     text: str = ""  # the fingerprint of its source, and how much of it was read
-    parts: Mapping[str, ValidationSet] = field(default_factory=dict)  # of a mixture: those of its sources, joined here
+    by_source: Mapping[str, ValidationSet] = field(default_factory=dict)  # of a mixture: the sets that are joined here
 
 
 def validation_sets(cfg: Config, tokenizer: Tokenizer) -> dict[str, ValidationSet]:
@@ -197,13 +197,13 @@ def validation_sets(cfg: Config, tokenizer: Tokenizer) -> dict[str, ValidationSe
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
     """The first validation documents in file order that reach ``eval.tokens`` real tokens, or else all of them.
 
-    Packed text ends with that token. A padded document stays whole: it fills one sequence. Each source of a mixture has
-    its share of the tokens. Raises UserError if there is no text.
+    Packed text is cut after that many tokens. A padded document is not cut there, because it fills a sequence. In a
+    mixture, each source contributes tokens in proportion to its weight. Raises UserError if there is no text.
     """
     if isinstance(source, Mixture):
         sets = {}
-        for name, share in source.weights.items():
-            some = replace(cfg, eval=replace(cfg.eval, tokens=round(share * cfg.eval.tokens)))
+        for name, weight in source.weights.items():
+            some = replace(cfg, eval=replace(cfg.eval, tokens=round(weight * cfg.eval.tokens)))
             with naming_keys(f"data.sources.{name}"):
                 sets[name] = validation_set(some, source.sources[name], tokenizer)
         return _joined(sets)
@@ -231,12 +231,11 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     return ValidationSet(rows, lengths, count, separator, f"{count} tokens of {source.fingerprint}")
 
 
-def _joined(parts: Mapping[str, ValidationSet]) -> ValidationSet:
-    tokens, lengths = (
-        np.concatenate([getattr(part, name) for part in parts.values()]) for name in ("tokens", "lengths")
-    )
-    real, (one, *_) = sum(part.real_tokens for part in parts.values()), parts.values()
-    return ValidationSet(tokens, lengths, real, one.separator, parts=parts)
+def _joined(by_source: Mapping[str, ValidationSet]) -> ValidationSet:
+    sets = list(by_source.values())
+    tokens, lengths = (np.concatenate([getattr(one, name) for one in sets]) for name in ("tokens", "lengths"))
+    real_tokens = sum(one.real_tokens for one in sets)
+    return ValidationSet(tokens, lengths, real_tokens, sets[0].separator, by_source=by_source)
 
 
 def _no_validation_text(cfg: Config, source: TextSource | TokenSource) -> UserError:

@@ -1,9 +1,9 @@
 """A mixture of texts: each stream draws its sequences from several sources, in proportion to their weights.
 
 Which source a sequence comes from is a function of ``data.seed``, its stream and its number in the stream. Of the first
-n sequences of a stream, about w n come from a source of weight w. The streams round this number at different times, so
-their sum is as near. All streams come to the end of a source together, as without a mixture, and each source has epochs
-of its own.
+n sequences of a stream, w n come from a source of weight w, rounded. Streams round up at different sequences, so all of
+them together are about as close to w n. As without a mixture, all streams reach the end of a source together. Each
+source has its own epochs.
 
 A stream's position is the number of sequences that it has drawn, followed by its position in each source.
 """

@@ -96,15 +96,15 @@ def strengths(model: nn.Module, dlr: Dlr, like: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def add_(tensors: Mapping[str, Tensor], model: nn.Module, dlr: Dlr, share: float = 1.0) -> None:
-    """Add ``share`` times beta R^T to each B in ``tensors`` (by the names in ``model``), rounded once.
+def add_(tensors: Mapping[str, Tensor], model: nn.Module, dlr: Dlr, factor: float = 1.0) -> None:
+    """Add ``factor`` times beta R^T to each B in ``tensors`` (by the names in ``model``), rounded once.
 
     Learned alphas are taken from ``tensors``.
     """
     alpha = tensors.get(ALPHA, dlr.alpha)
     for name, whole in entries(model, dlr).items():
         local, b = whole.local(tensors[name]).to(tensors[name].device), sharded.local_rows(tensors[name])
-        alphas = share * (alpha.to(b.device) if isinstance(alpha, Tensor) else alpha)
+        alphas = factor * (alpha.to(b.device) if isinstance(alpha, Tensor) else alpha)
         _put_in(b, b, local.rows, local.columns, local.betas(alphas, at_least_fp32(b.dtype)))
 
 

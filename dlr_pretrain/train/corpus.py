@@ -54,7 +54,7 @@ class Corpus:
             "tokenizer.pieces": self.tokenizer.fingerprint,
             "data.order": self.source.order,
             **self.source.versions,  # by address, so they do not count for a copy elsewhere
-            **{f"eval.text.{name}": one.text for name, one in {**self.validation.parts, **self.sets}.items()},
+            **{f"eval.text.{name}": one.text for name, one in {**self.validation.by_source, **self.sets}.items()},
         }
 
 

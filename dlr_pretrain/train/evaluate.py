@@ -52,8 +52,8 @@ class Evaluator:
         does so by the GaLore convention; it is None if there is too little text. ``eval/<name>/loss`` and so on are
         those of a further set, or of a source of a mixture.
         """
-        parts, totals, done = self.validation.parts or {"": self.validation}, dict[str, torch.Tensor](), 0
-        for name, one in {**parts, **self.sets}.items():
+        own, totals, done = self.validation.by_source or {"": self.validation}, dict[str, torch.Tensor](), 0
+        for name, one in {**own, **self.sets}.items():
             halved = []
             for rows in halves(len(one.tokens)):
                 with without_backward(model):
@@ -63,7 +63,7 @@ class Evaluator:
                 halved.append(total)
                 done += len(rows)
             totals[name] = self.ranks.sum(torch.stack(halved))
-        whole = losses("eval", torch.stack([totals[name] for name in parts]).sum(0))
+        whole = losses("eval", torch.stack([totals[name] for name in own]).sum(0))
         metrics = whole | {"eval/perplexity_galore": galore_perplexity(whole["eval/loss"], self.validation.real_tokens)}
         for name in filter(None, totals):
             metrics |= losses(f"eval/{name}", totals[name])

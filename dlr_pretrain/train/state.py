@@ -79,7 +79,7 @@ def new_model(
     if pretrained is not None and ranks.is_main:
         pretrained.put_into_(model)
         if cfg.dlr.enabled:  # training adds the residual again, and then multiplies by the weights of the folder
-            add_(model.state_dict(), model, cfg.dlr, share=-1.0)
+            add_(model.state_dict(), model, cfg.dlr, factor=-1.0)
     if initialize:
         ranks.broadcast(model.state_dict().values())
     if cfg.parallel.name != "ddp":

@@ -192,10 +192,10 @@ def test_the_loss_of_a_mixture_is_the_mean_over_its_sources(run_mixed, words, mi
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)
     whole, sets = validation_set(cfg, source, tokenizer), validation_sets(cfg, tokenizer)
-    assert {name: part.real_tokens for name, part in whole.parts.items()} == {"web": 300, "code": 100}
+    assert {name: part.real_tokens for name, part in whole.by_source.items()} == {"web": 300, "code": 100}
     assert sets["c4"].real_tokens == 400 == whole.real_tokens
     last = read_metrics(run_mixed("run") / "metrics.jsonl")[-1]
-    targets = {name: part.lengths.sum() - len(part.lengths) for name, part in whole.parts.items()}
+    targets = {name: part.lengths.sum() - len(part.lengths) for name, part in whole.by_source.items()}
     mean = sum(last[f"eval/{name}/loss"] * count for name, count in targets.items()) / sum(targets.values())
     assert last["eval/loss"] == pytest.approx(mean, rel=1e-6)
     assert last["eval/c4/perplexity"] == pytest.approx(np.exp(last["eval/c4/loss"]), rel=1e-6)
