@@ -146,17 +146,31 @@ def _add(word: str, line: CommandLine) -> None:
         if not word:
             return
     try:
-        swept = parse_word(word).is_sweep_override()
+        override = parse_word(word)
     except HydraException:
-        text = value.replace("'", "\\'")
-        line.problems.append(Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\""))
+        line.problems.append(_unreadable(key, value))
         return
-    if swept and not line.multirun:
+    if override.package:
+        fix = f"Write {override.key_or_group}={value}"
+        line.problems.append(Problem(key, value, "an option cannot stand elsewhere in the configuration", fix))
+        return
+    if override.is_sweep_override() and not line.multirun:
         fix = f"Run each value with train.py -m. Or quote: \"{key}='{value}'\""
         line.problems.append(Problem(key, value, "several values for one run", fix))
         return
     merges = "={" in word  # a mapping such as train={lr: 1} adds to earlier words
     line.words = [*(other for other in line.words if merges or "={" in other or key_of(other) != key), word]
+
+
+def _unreadable(key: str, value: str) -> Problem:
+    """What Hydra cannot parse in ``key=value``: the key, or else the value."""
+    try:
+        parse_word(f"{key}=1")
+    except HydraException:
+        fix = "A key is words joined by dots, such as train.lr; each begins with a letter"
+        return Problem(key, value, "not a key to Hydra", fix)
+    text = value.replace("'", "\\'")
+    return Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
 
 
 def _option(group: str, value: str, line: CommandLine) -> str:

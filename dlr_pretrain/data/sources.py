@@ -86,7 +86,8 @@ def _open(
 def naming_keys(keys: str) -> Iterator[None]:
     """Within this context, errors about a text name its own keys, which are those of ``keys``, in place of ``data``'s.
 
-    A validation set has no ``train_files``: its ``validation_files`` name its files.
+    An error that names no key gets them in front. A validation set has no ``train_files``: its ``validation_files``
+    name its files.
     """
     try:
         yield
@@ -97,6 +98,7 @@ def naming_keys(keys: str) -> Iterator[None]:
         if keys != "data":
             shared = r"(?:data=local )?(?<![\w.])data\.(root|train_files|validation_files|text_key)\b"
             said = re.sub(shared, rf"{keys}.\1", said)
+            said = said if keys in said else f"{keys}: {said}"
         error.args = (said,)
         raise
 

@@ -259,6 +259,8 @@ def test_a_mistake_in_a_mixture_is_named(given, expected):
      r"Set eval\.sets\.web\.text_key to"),
     ("eval.sets.web={root: ROOT, source: local, validation_files: blank.jsonl}",
      r"hold no text: blank\.jsonl\. Set eval\.sets\.web\.validation_files to files with text$"),
+    ("data.sources.web={root: ROOT, source: tokens, weight: 1}", r"^data\.sources\.web: .* has no manifest\.json"),
+    ("eval.sets.web={root: ROOT, source: tokens}", r"^eval\.sets\.web: .* has no manifest\.json"),
 ])  # fmt: skip
 def test_an_error_of_a_text_names_its_own_keys(given, said, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of(f"text {i}" for i in range(20)))
