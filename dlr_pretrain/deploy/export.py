@@ -131,12 +131,12 @@ def written_whole(folder: Path) -> Iterator[Path]:
         for path in set(draft.iterdir()) - {draft / LOCK}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield draft
-        (draft / LOCK).unlink()
         for path in (*draft.rglob("*"), draft):
             sync(path)
         if folder.exists():
             _rename_earlier(folder)
-        draft.rename(folder)
+        draft.rename(folder)  # with its lock: until now no other process may clear the draft
+        (folder / LOCK).unlink()
         sync(folder.parent)
 
 

@@ -23,12 +23,14 @@ from dlr_pretrain.deploy.export import (
     open_folder,
     require_exportable,
     write_weights,
+    written_whole,
 )
 from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.train.corpus import open_corpus
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError, need
+from dlr_pretrain.util.files import LOCK
 from tests.deploy.models import KINDS, exported, of_kind, trained
 from tests.parity.reference import weights
 from tests.unit.data.data_corpus import PIECES, small_model
@@ -121,6 +123,8 @@ def test_a_folder_is_whole_before_it_has_its_name(tmp_path, spiece, monkeypatch)
     def named(self, target):
         if self.name.endswith(".partial"):
             assert {self, *self.rglob("*")} <= synced
+            with pytest.raises(UserError, match="is being written by process"), written_whole(folder):
+                pass
         return rename(self, target)
 
     sync = durable.sync
@@ -128,6 +132,7 @@ def test_a_folder_is_whole_before_it_has_its_name(tmp_path, spiece, monkeypatch)
         monkeypatch.setattr(module, "sync", lambda path: (synced.add(path), sync(path)))
     monkeypatch.setattr(Path, "rename", named)
     export(folder, COLA, tensors, spiece, {"step": 1})
+    assert not (folder / LOCK).exists()
     with monkeypatch.context() as broken, pytest.raises(OSError, match="disk full"):
         broken.setattr(export_module, "export_tokenizer", Mock(side_effect=OSError("disk full")))
         export(folder, COLA, tensors, spiece, {"step": 2})
