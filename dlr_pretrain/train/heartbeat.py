@@ -170,8 +170,8 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         try:
             yield
         finally:
+            self.ticks += 1  # first, because ``_watch`` reads the limits before it reads this
             self._limits.remove(seconds)
-            self.ticks += 1
 
     def _beat(self) -> None:
         """In a thread, renew the beat."""
@@ -184,9 +184,10 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
             passed, last = min(now - last, 2 * self.interval), now
+            limit = max(self._limits, default=self.limit if self.step else math.inf)
             still = still + passed if self.ticks == ticks else 0.0
             ticks = self.ticks
-            if still >= max(self._limits, default=self.limit if self.step else math.inf):
+            if still >= limit:
                 self._end(still)  # every rank that waits for the lost one ends like this
 
     def _end(self, still: float) -> None:

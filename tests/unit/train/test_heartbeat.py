@@ -169,6 +169,25 @@ def test_a_rank_that_cannot_connect_ends_before_its_first_step(tmp_path, monkeyp
     assert "no progress for" in (tmp_path / "stacks" / "rank_0.txt").read_text()
 
 
+def test_the_end_of_a_long_wait_is_not_a_hang(monkeypatch):
+    """It ends while the watching thread reads the limits and the signs of progress."""
+    own, ended, turns = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=1e-12))), [], [False] * 99
+    own.step, wait = 1, own.may_wait()
+
+    class Limits(list):
+        def __iter__(self):
+            if not turns:
+                wait.__exit__(None, None, None)
+            return super().__iter__()
+
+    monkeypatch.setattr(own, "_end", ended.append)
+    monkeypatch.setattr(own, "_stopped", SimpleNamespace(wait=lambda _: not turns or turns.pop()))
+    own._limits = Limits()
+    wait.__enter__()
+    own._watch()
+    assert not own._limits and not ended
+
+
 def record(folder) -> dict:
     return json.loads((folder / "manifest.json").read_text())
 
