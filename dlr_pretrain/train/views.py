@@ -118,18 +118,19 @@ class Wandb:
             end_wandb()
             self.run, why = init(cfg, run_dir, "offline"), redact(first_line(error))
         self.run.define_metric("*", step_metric="step")  # log(step=...) would drop steps that are below W&B's own
-        self.folder, self.last = Path(self.run.dir).parent, 0
+        self.folder, self.last, self.loss = Path(self.run.dir).parent, 0, None  # the step and eval/loss sent last
         if self.run.offline:
             return console.summary({"wandb": f"offline ({why}), in {self.folder}"})
         console.summary({"wandb": f"online, {self.run.url}"})
-        self.last = self.run.summary.get("step") or 0
+        self.last, self.loss = self.run.summary.get("step") or 0, self.run.summary.get("eval/loss")
         for record in read_metrics(run_dir / "metrics.jsonl"):
             self.log(record)
 
     def log(self, record: dict) -> None:
-        """Log a step, unless W&B has it already."""
-        if record["step"] > self.last:
-            self.last = record["step"]
+        """Log a step, unless W&B has it already. A resumed run may add the evaluation of the step that was last."""
+        step, loss = record["step"], record.get("eval/loss")
+        if step > self.last or (step == self.last and loss not in (None, self.loss)):
+            self.last, self.loss = step, loss
             row = {name: value for name, value in record.items() if value is not None and name != "time"}
             self.run.log(row | {"_timestamp": record["time"]})  # the time of the step, not the current time
 

@@ -165,6 +165,16 @@ def test_without_a_key_the_printed_command_sends_the_run(tmp_path, words, server
     assert [row["step"] for row in server.runs[wandb_id(tmp_path / "run")]["history"]] == [*range(1, 13)]
 
 
+def test_a_later_start_adds_the_evaluation_of_a_step(tmp_path, server):
+    """A stop abandons an evaluation, which the next start makes up for; a start after that sends it no more."""
+    run, step = tmp_path / "run", {"step": 1, "train/loss": 2.0, "time": 1e9}
+    for record in (step, step | {"eval/loss": 3.0}, step | {"eval/loss": 3.0}):
+        view, _ = viewed(run)
+        with view:
+            view.log(record)
+    assert [row.get("eval/loss") for row in server.runs[wandb_id(run)]["history"]] == [None, 3.0]
+
+
 def test_the_next_start_sends_only_what_the_server_lacks(tmp_path, server):
     run = tmp_path / "run"
     for shown, written in (((1, 2), (1, 2, 3)), ((3, 4), ())):  # killed before step 3 was sent, and trained again
