@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh pack DIR             packs what a machine without a network needs: wheels, peers' code, tokens
 #   benchmarks/gpu.sh sizes DIR            lists what each slice takes along of it, and fails if one takes too much
 #   benchmarks/gpu.sh OUT SLICE ...        runs slices g e f h b d, the most important first; results in OUT/SLICE
-#   benchmarks/gpu.sh OUT list             lists their commands
+#   benchmarks/gpu.sh OUT list             lists the commands that are left
 #   python -m benchmarks.page OUT          writes benchmarks/gpu.md from the results
 #
 # The same command continues where it was cut off, and skips what OUT/SLICE/done lists. A slice times everything first,
@@ -66,11 +66,15 @@ unpack() { # PACK to a folder of this machine, once
   local part
   for part in wheels tf448; do
     if [ -d "$pack/$part" ] && [ ! -d "$into/$part" ]; then
-      "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$into/$part" \
-        "$pack/$part"/*.whl || return
+      rm -rf "$into/$part.partial" # of a call that was cut off
+      "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$into/$part.partial" \
+        "$pack/$part"/*.whl && mv "$into/$part.partial" "$into/$part" || return
     fi
   done
-  if [ -e "$pack/tokens.tar.xz" ] && [ ! -d "$TOKENS" ]; then mkdir "$TOKENS" && tar xJf "$pack/tokens.tar.xz" -C "$TOKENS"; fi
+  if [ -e "$pack/tokens.tar.xz" ] && [ ! -d "$TOKENS" ]; then
+    rm -rf "$TOKENS.partial" && mkdir -p "$TOKENS.partial" || return
+    tar xJf "$pack/tokens.tar.xz" -C "$TOKENS.partial" && mv "$TOKENS.partial" "$TOKENS"
+  fi
 }
 
 limited() { # name, most seconds, command: logs its output in the slice's log; in `list` only prints it
@@ -174,7 +178,7 @@ slice_d() { # what a start costs: few sequences, cold and warm
 }
 
 slice_h() { # the pair of e that says most, on four times the tokens, and tests
-  STEPS=$((4 * ${STEPS:-340})) trained 500 "${PAIR:-cola}"
+  RATES=${RATES:-0.003} STEPS=$((4 * ${STEPS:-340})) trained 500 "${PAIR:-cola}"
   TAIL=4 once tests 200 "$python" -m pytest -q -m gpu -p no:cacheprovider \
     -k "${TESTS:-kept_latents or doctor or graph or one_kernel}" tests/gpu "${collect[@]}"
 }
@@ -213,8 +217,9 @@ packing() { while sleep 10 && kill -0 $$ 2>/dev/null; do packed "$1"; done; } # 
 
 packed() { # folder of runs: packs their records; the archive is whole at any time
   if [ "$stage" = list ] || [ ! -d "$1" ]; then return; fi
+  local draft=$out/$slice/runs.$BASHPID # of this process: a killed packer's tar may still be writing its own
   (cd "$1" && find . \( -name metrics.jsonl -o -name config.yaml -o -name manifest.json \) -print0) |
-    tar czf "$out/$slice/runs.tmp" -C "$1" --null -T - 2>/dev/null && mv "$out/$slice/runs.tmp" "$out/$slice/runs.tgz"
+    tar czf "$draft" -C "$1" --null -T - 2>/dev/null && mv "$draft" "$out/$slice/runs.tgz"
 }
 
 # 340 updates are one epoch of the 45M tokens; 16 runs (e) are 713M tokens, 24 (f) 1,070M. An H100 took 1.26 million
@@ -223,6 +228,7 @@ packed() { # folder of runs: packs their records; the archive is whole at any ti
 #   LIMIT      780   690   600   400
 #   STEPS, e   340   340   284   164
 #   STEPS, f   252   224   188   108    (340 take two calls)
+# Four runs of h are 713M tokens: the first call ends the pair of the first seed, a second call that of the other.
 slice_e() { trained 760 cola,lowrank; }
 slice_f() { trained 760 lost,lax,cola_lax; }
 

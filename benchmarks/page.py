@@ -122,7 +122,7 @@ def runs_in(archive: Path) -> Iterator[dict]:
                 "lr": config["train"]["lr"],
                 "seed": config["seed"],
                 "text": config["data"]["source"],
-                "commit": start["git"],
+                "commit": start["git"] or "unknown",
                 "losses": [[r["train/tokens"], r["eval/loss"]] for r in records if r.get("eval/loss") is not None],
             }
 
@@ -220,9 +220,7 @@ def losses(runs: list[dict], expected: str) -> str:
     about = "No run has begun."
     if runs:
         texts, commits = ({run[key] for run in runs} for key in ("text", "commit"))
-        about = (
-            f"{len(runs)} runs, text {', '.join(sorted(texts))}, commit {', '.join(c[:9] for c in sorted(commits))}."
-        )
+        about = f"{len(runs)} runs, text {', '.join(sorted(texts))}, commit {', '.join(map(short, sorted(commits)))}."
     header = ["backbone", "lr", "tokens", "seeds", "loss, DLR off", "on", "on - off, each seed"]
     table = markdown_table(header, rows, right=range(1, 7))
     header = ["backbone", "tokens", "pairs", "on - off, mean", "95 % interval"]
