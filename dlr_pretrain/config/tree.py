@@ -63,7 +63,7 @@ class BackboneOptions(Options):
 class How(NamedTuple):
     """How updates are computed and rounded."""
 
-    compiled: bool = False  # compile updates that are not torch's own kernels
+    compiled: bool = False  # compile AdamW's updates that are not torch's own kernels
     rounding_seed: int | None = None  # of stochastic rounding, for optimizers that support it; None: to nearest
 
 
@@ -78,8 +78,8 @@ class OptimizerOptions(Options):
         """The updates between restarts, if the optimizer has its own schedule."""
         return None
 
-    def rate(self, cfg: Config, update: int) -> float:
-        """The learning rate of update ``update``, counted from 0, by the optimizer's own schedule."""
+    def rate(self, cfg: Config, index: int) -> float:
+        """The learning rate of the update with this ``index``, counted from 0, by the optimizer's own schedule."""
         raise NotImplementedError
 
     def build(self, parameters: dict[str, Any], how: How) -> list[Any]:
@@ -170,7 +170,7 @@ class MixedText(ValidationText):
     """A source of a mixture: ``data.sources.<name>``."""
 
     shared: ClassVar[Key] = section(binds="position", read_if={"data.source": "mix"})
-    weight: float = key("share of the sequences, relative to the other sources' weights", evaluates=True, gt=0, le=1e6)
+    weight: float = key("share of the sequences, relative to the others' weights", evaluates=True, ge=1e-6, le=1e6)
     train_files: str | None = key("as data.train_files", None, origin=True)
 
 

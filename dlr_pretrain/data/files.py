@@ -123,6 +123,8 @@ def refuse_snapshots(files: list[File]) -> None:
 
 def _refuse_folder(error: OSError) -> NoReturn:
     """Raise UserError: a glob or walk would silently skip the files of a folder that cannot be listed."""
+    if isinstance(error, FileNotFoundError):
+        raise UserError(error.filename, "no such folder", "Move the text back there") from error
     raise UserError(
         error.filename,
         f"cannot be listed, and may hold text: {error.strerror}",

@@ -21,7 +21,7 @@ from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few
 from dlr_pretrain.models import Llama, build_model
 from dlr_pretrain.models.adapter import split
 from dlr_pretrain.models.flops import parameter_counts
-from dlr_pretrain.models.residual import Residuals, add_, branch_
+from dlr_pretrain.models.residual import Residuals, add_, branch_, entries
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import ALPHA, IGNORE, WORKING_DTYPE
 from dlr_pretrain.util.text import perplexity
@@ -54,7 +54,11 @@ def fold_checkpoint(
     if tokens > 0 and cfg.dlr.has_residual:
         target = deployed(cfg, folded, dense, dtype)
         same = {"weights_identical": weights_identical(cfg, tensors, folded)}
-        changes = same | consistency(cfg, tensors, *target, validation_of(run, cfg, tokens), device)
+        try:
+            text = validation_of(run, cfg, tokens)
+        except UserError as error:
+            raise UserError(f"{error}. scripts/fold.py --tokens 0 folds without the text") from error
+        changes = same | consistency(cfg, tensors, *target, text, device)
         record = record | {f"fold/{name}": value for name, value in changes.items()}
         report = [f"{name.replace('_', ' '):<29} {few_digits(value, 6)}" for name, value in changes.items()]
         if not changes["weights_identical"]:
@@ -66,28 +70,26 @@ def fold_checkpoint(
 
 
 def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
-    """About ``tokens`` tokens of the run's own validation text, but no more than the run was evaluated on."""
+    """About ``tokens`` tokens of the run's own validation text, but no more than the run was evaluated on.
+
+    Raises UserError if the text cannot be opened, or has changed since the run.
+    """
     limited, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
-    alternative = "scripts/fold.py --tokens 0 folds without the text"
-    try:
-        source = open_source(limited, version=record.get("data.version"))
-    except UserError as error:
-        raise UserError(f"{error}. {alternative}") from error
+    source = open_source(limited, version=record.get("data.version"))
     trained = record.get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:  # the perplexity would not be comparable with the run's
         rule = f"the text has changed since the run, whose {MANIFEST} names its files"
-        raise UserError(source.describe(), rule, f"Restore the run's text; {alternative}")
+        raise UserError(source.describe(), rule, "Restore the run's text")
     return validation_set(limited, source, load_tokenizer(run / "tokenizer"))
 
 
 def folded_tensors(cfg: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """A checkpoint's ``tensors`` by their exported names, copied and with the residuals folded in if there are any."""
-    if not cfg.dlr.has_residual:
-        return by_exported_name(cfg, tensors)
-    model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))
-    folded = {name: tensor.clone() for name, tensor in tensors.items()}
-    add_(folded, model, cfg.dlr)
-    return by_exported_name(cfg, folded)
+    """A checkpoint's ``tensors`` by their exported names, with the residuals folded into copies if there are any."""
+    if cfg.dlr.has_residual:
+        model = build_model(cfg, len(tensors["model.embed_tokens.weight"]), torch.device("meta"))
+        tensors = {**tensors, **{name: tensors[name].clone() for name in entries(model, cfg.dlr)}}
+        add_(tensors, model, cfg.dlr)
+    return by_exported_name(cfg, tensors)
 
 
 def by_exported_name(cfg: Config, tensors: Tensors) -> dict[str, Tensor]:

@@ -39,10 +39,10 @@ class Options(AdamOptions):
     def restart_every(self) -> int | None:
         return self.exact_every if self.schedule == "loro" else None
 
-    def rate(self, cfg: Config, update: int) -> float:
+    def rate(self, cfg: Config, index: int) -> float:
         t, every = cfg.train, self.exact_every
         shift = cfg.warmup_steps // every * every if self.shift is None else self.shift  # restarts follow exact steps
-        return rate(update, t.steps, cfg.warmup_steps, t.lr, t.min_lr_ratio, every, self.restart_warmup, shift)
+        return rate(index, t.steps, cfg.warmup_steps, t.lr, t.min_lr_ratio, every, self.restart_warmup, shift)
 
     def problems(self, cfg: Config) -> Iterator[Problem]:
         yield from whole_tensors(cfg)
@@ -125,17 +125,17 @@ def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[
 
 
 def rate(
-    update: int, steps: int, warmup: int, peak: float, min_ratio: float, every: int, restart: int, shift: int
+    index: int, steps: int, warmup: int, peak: float, min_ratio: float, every: int, restart: int, shift: int
 ) -> float:
-    """The learning rate of update ``update`` (counted from 0), with the constants of the authors' code.
+    """The learning rate of the update with this ``index``, counted from 0, with the constants of the authors' code.
 
     The warm-up starts at ``min_ratio * peak`` rather than 0. The cosine after it is ``shift`` updates late: it first
     rises a little further, and ends above the minimum. Every ``every`` updates an exact step zeroes the moments. The
     rate then rises over ``restart`` updates from almost 0 to the value of the curve at the restart. Between the end of
     the warm-up and update ``shift + every`` the rate does not restart.
     """
-    warms_up, span = update < warmup, steps - warmup
-    t = update if warms_up else update - shift
+    warms_up, span = index < warmup, steps - warmup
+    t = index if warms_up else index - shift
     cycle, since = divmod(t, every)
     restarting = cycle > 0 and since < restart
     position = cycle * every if restarting else t

@@ -95,8 +95,8 @@ class Optimizer:
         ``split`` cuts fused tensors into matrices, for optimizers that treat them as matrices. These optimizers do not
         support sharded parameters. With others, each rank updates its own rows of such parameters.
 
-        ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-        rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError.
+        ``compiled`` compiles the updates of adamw and adamw_8bit that are not torch's kernels. With ``rounding_seed``
+        bf16 parameters are rounded stochastically; other optimizers raise ValueError.
         """
         if rounding_seed is not None and not options.rounds_stochastically:
             raise ValueError(f"optimizer={options.name} does not round stochastically")

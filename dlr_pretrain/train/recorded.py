@@ -63,21 +63,21 @@ class Recorded:
         self.compute, self.ranks = compute, ranks
         self.parameters = [p for p in parameters if p.requires_grad]
         self.kinds = [*[False] * min(micro_batches - 1, 2), True]  # which is the last: of first, next and last
-        self.recordings: dict[tuple[bool, bool], Recording] = {}  # by whether it is the first, and the last
-        self.earlier: tuple[Tensor, ...] | None = None  # inputs of the first update
-        self.places: list[int] = []  # of the weights, when they were recorded
+        self.recordings: list[Recording] = []  # of these kinds
+        self.example: tuple[Tensor, ...] | None = None  # inputs of the first update's last micro-batch
+        self.addresses: list[int] = []  # of the weights, when they were recorded
         self.failure: str | None = None
 
     def __call__(self, last: bool, inputs: tuple[Tensor, ...]) -> Tensor:
         first = all(p.grad is None for p in self.parameters)
-        if first and self.earlier is not None:
+        if first and self.example is not None:
             self.record(inputs)
-        if first and self.recordings and self.places != [p.data_ptr() for p in self.parameters]:
+        if first and self.recordings and self.addresses != [p.data_ptr() for p in self.parameters]:
             raise RuntimeError("weights have moved since micro-batches were recorded")
-        if (first, last) in self.recordings:
-            return self.recordings[first, last](inputs)
+        if self.recordings:
+            return self.recordings[-1 if last else 0 if first else 1](inputs)
         if last and self.failure is None:
-            self.earlier = tuple(t.clone() for t in inputs)
+            self.example = tuple(t.clone() for t in inputs)
         return self.compute(last, inputs)
 
     def record(self, inputs: tuple[Tensor, ...]) -> None:
@@ -94,18 +94,18 @@ class Recorded:
             outcomes = [self.outcome(recording(inputs)) for recording in recordings]
             self.clear()
             if self.agree(difference(outcomes, expected)):
-                self.recordings = {(not n, last): recordings[n] for n, last in enumerate(self.kinds)}
-        self.earlier = None
+                self.recordings = recordings
+        self.example = None
 
     def captured(self) -> list[Recording]:
         """New graphs of an update's kinds of micro-batches; each adds to the gradients of the one before it."""
         recordings: list[Recording] = []
         for last in self.kinds:
-            inputs = tuple(t.clone() for t in self.earlier or ())
+            inputs = tuple(t.clone() for t in self.example or ())
             pool = recordings[0].graph.pool() if recordings else None
             graph, loss = self.capture(partial(self.compute, last, inputs), pool)
             recordings.append(Recording(graph, inputs, loss, [(p, p.grad) for p in self.parameters]))
-        self.places = [p.data_ptr() for p in self.parameters]
+        self.addresses = [p.data_ptr() for p in self.parameters]
         return recordings
 
     def outcome(self, loss: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,37 +132,37 @@ class Run:
     def train(self, model: Llama, optimizer: Optimizer, start: Start) -> None:
         """Train from ``start`` to the last step."""
         cfg, ranks, corpus, console, checkpoint = self.cfg, self.ranks, self.corpus, self.console, start.checkpoint
-        with ExitStack() as opened:
-            opened.callback(console.close_line)
-            unevaluated = ranks.on_main(lambda: self.open_metrics(opened, start))
+        with ExitStack() as stack:
+            stack.callback(console.close_line)
+            unevaluated = ranks.on_main(lambda: self.open_metrics(stack, start))
             saver = Saver(self.dir, ranks, cfg.checkpoint, self.metrics, console, start.saved)
-            opened.enter_context(saver)
+            stack.enter_context(saver)
             tensors = saved_tensors(model, optimizer.values)
             saver.check_disk(checkpoint_bytes(cfg.optimizer, tensors, optimizer.trained, optimizer.split))
             self.update = update = Update(cfg, ranks, model, optimizer)
-            opened.callback(update.close)
+            stack.callback(update.close)
             evaluator = Evaluator(
                 corpus.validation, update.micro_batch, ranks, bool(cfg.compile), lambda: self.stop.asked,
                 console.evaluating, corpus.sets,
             )  # fmt: skip
             guard = Guard(cfg, ranks, self.stop, saver, console, corpus.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
-            opened.enter_context(loop.profiler or nullcontext())
+            stack.enter_context(loop.profiler or nullcontext())
             if checkpoint is not None:
                 loop.resume(checkpoint)
                 loop.unevaluated = unevaluated
             streams = loop.state.streams or None
             loader = TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, streams)
-            opened.enter_context(closing(loader))
+            stack.enter_context(closing(loader))
             loop.fit(loader)
 
-    def open_metrics(self, opened: ExitStack, start: Start) -> dict | None:
-        """On rank 0, open ``metrics.jsonl`` and the view beside it, if any; ``opened`` closes both.
+    def open_metrics(self, stack: ExitStack, start: Start) -> dict | None:
+        """On rank 0, open ``metrics.jsonl`` and the view beside it, if any; ``stack`` closes both.
 
-        Returns the record of the step from which the run resumes if its evaluation was abandoned.
+        Returns the record of the step from which the run resumes if an evaluation is due that it lacks.
         """
         began = (read_record(self.dir).get("started_from") or {"step": 0})["step"]
-        self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step, began))
+        self.metrics = stack.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step, began))
         if (lost := self.metrics.missing) > 0:
             steps = f"{plural(lost, 'step')} up to step {start.step:,}"
             self.console.say(
@@ -170,7 +170,7 @@ class Run:
             )
         self.sinks.append(self.metrics.write)
         if view := open_view(self.cfg, self.dir, self.console, start.step):
-            self.sinks.append(opened.enter_context(view).log)
+            self.sinks.append(stack.enter_context(view).log)
         last, cfg = self.metrics.last, self.cfg
         evaluates = start.step == cfg.train.steps or start.step % cfg.eval.every == 0
         return last if evaluates and last.get("step") == start.step and "eval/loss" not in last else None

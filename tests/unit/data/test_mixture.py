@@ -232,7 +232,7 @@ def test_a_recipe_can_hold_a_mixture(tmp_path):
 @pytest.mark.parametrize(("given", "expected"), [
     (["data=mix"], r"data\.sources: data=mix needs the texts that it mixes\. Set data\.sources\.<name>="),
     (["data=mix", "data.sources.a={root: x}"], r"data\.sources\.a\.weight: needs a value"),
-    (["data=mix", "data.sources.a={root: x, weight: 0}"], r"weight=0: must be a number above 0"),
+    (["data=mix", "data.sources.a={root: x, weight: 0}"], r"weight=0: must be a number of at least 1e-06"),
     (["data=mix", "data.sources.a={root: x, wieght: 1}"], r"wieght=1: no such key\. Did you mean data\.sources"),
     (["data=mix", "data.sources=5"], r"data\.sources=5: must be named entries"),
     (["data=mix", "data.sources.a=5"], r"data\.sources\.a=5: a section, not a value"),
