@@ -51,7 +51,7 @@ class Batch:
 
     @classmethod
     def empty(cls, cfg: Config, rows: int) -> Batch:
-        """Rows of padding, in the form of a real batch: any other form would make a compiled model recompile."""
+        """Rows of padding, in the shapes of a real batch: any other shape would make a compiled model recompile."""
         tokens = torch.zeros((rows, cfg.train.seq_len + 1), dtype=torch.int32)
         return cls(tokens, torch.zeros(rows, dtype=torch.int32), 0, {}, 1 if cfg.data.mask_documents else None)
 

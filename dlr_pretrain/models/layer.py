@@ -5,7 +5,7 @@ other. ``adapter.split`` cuts them into the tensors of an exported model. Widths
 5461, are padded with zeros inside the parameters. The padding has zero gradients and stays zero.
 
 A backbone is a subclass of ``Layer``, whose formula has two halves: ``latent(x, carried) -> (z, carried)`` and
-``expand(z) -> y``. In ``LowRank`` layers z is the vector that B multiplies. A dense layer has only the second half.
+``expand(z) -> y``. In ``LowRank`` layers B multiplies z, or its first r values. A dense layer has only the second half.
 """
 
 from abc import ABC, abstractmethod

@@ -22,7 +22,7 @@ from dlr_pretrain.util.tensors import STATE_DTYPE, SUMS_IN_FLIGHT, WORKING_DTYPE
 
 META = torch.device("meta")
 USABLE_SHARE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
-StateBytes = Callable[..., int]  # ``optim.optimizer.state_bytes``, which this room does not import
+StateBytes = Callable[..., int]  # ``optim.optimizer.state_bytes``: models do not import optimizers
 
 
 @dataclass(frozen=True)

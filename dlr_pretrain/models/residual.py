@@ -1,7 +1,7 @@
 """beta R^T: the entries of B to which DLR adds, and the weights W = round(B + beta R^T) of a model in training.
 
-Output i of an up-projection B [d_out, r] is (B z)_i plus beta times latent g(i) = floor(i / K). Each latent has K =
-ceil(d_out / r) copies, and beta = alpha / sqrt(K). B + beta R^T therefore differs from B only in the d_out entries
+Output i of an up-projection B [d_out, r] is (B z)_i plus beta times latent g(i) = floor(i / K). A latent has at most
+K = ceil(d_out / r) copies, and beta = alpha / sqrt(K). B + beta R^T therefore differs from B only in the d_out entries
 (i, g(i)). The loss depends on W alone, and the gradient of B equals that of W. DLR acts in two places: it changes the
 initial W, and it leaves B, not W, to the weight decay and rounding of an update. In the trainer the model therefore
 holds W. The optimizer takes the residual out before an update and puts it in afterwards: the entries of B that W

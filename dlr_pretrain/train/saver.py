@@ -39,8 +39,8 @@ class _Unwritten(UserError):
 class Saver(AbstractContextManager["Saver"]):
     """Writes a run's checkpoints one by one: each rank writes a part, and rank 0 turns the parts into a checkpoint.
 
-    Rank 0 first makes sure that it still holds the run directory, and that every line of ``metrics`` is on the disk.
-    The writing threads have their own process group: collectives of two threads in one group would mix.
+    Before that, rank 0 makes sure that it still holds the run directory, and that every line of ``metrics`` is on the
+    disk. The writing threads have their own process group: collectives of two threads in one group would mix.
     """
 
     run_dir: Path

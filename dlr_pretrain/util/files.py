@@ -283,7 +283,7 @@ def fits(path: Path, shape: Shape) -> bool:
 
 
 def misfit(content: Any, shape: Shape, name: str = "it") -> str:
-    """The first difference of ``found``, a value from a JSON file, from ``shape``, in words; empty if it fits.
+    """The first difference of ``content``, from a JSON file, from ``shape``, in words; empty if it fits.
 
     A shape is a type, a list with the shape of every item, or a dict with the shapes of some entries. An entry whose
     name ends with a question mark may be missing; "*" gives the shape of all entries.
