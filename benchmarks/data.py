@@ -24,10 +24,10 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
     with closing(TrainLoader(cfg, source, tokenizer, 0, 1, None)) as batches:
         for _ in range(rounds):
             for _ in range(PREFETCHED_BATCHES + 1):  # these are prefetched before the clock starts
-                next(batches)
+                batches.take()
             wall, busy, taken = time.perf_counter(), time.process_time(), 0
             while taken < tokens:
-                batch = next(batches)
+                batch = batches.take()
                 taken += batch.real_tokens
             by_clock.append(taken / 1e6 / (time.perf_counter() - wall))
             by_processor.append(taken / 1e6 / (time.process_time() - busy))
@@ -35,7 +35,7 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
     yield {"name": name, "unit": "M real tokens/s", "values": by_clock, "processor": by_processor}
     for _ in range(rounds):
         start = time.perf_counter()
-        with closing(TrainLoader(cfg, source, tokenizer, 0, 1, batch.state)) as batches:
-            next(batches)
+        with closing(TrainLoader(cfg, source, tokenizer, 0, 1, batch.positions)) as batches:
+            batches.take()
         resumed.append(time.perf_counter() - start)
     yield {"name": "resume, to the first batch", "unit": "s", "values": resumed}

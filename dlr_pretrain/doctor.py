@@ -270,8 +270,8 @@ class RankChecks:
         """The text of the run, and the beginning of this rank's first batch."""
         cfg, ranks = self.cfg, self.ranks
         self.corpus = corpus = open_corpus(cfg, Path(str(cfg.run.dir)), ranks, print)
-        with closing(TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size, None)) as batches:
-            batch = next(batches)
+        with closing(TrainLoader(cfg, corpus.source, corpus.tokenizer, ranks.rank, ranks.world_size)) as batches:
+            batch = batches.take()
         sample = " ".join(corpus.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
         text = f'{corpus.source.describe()}, vocabulary {corpus.tokenizer.vocab_size:,}; first batch: "{sample}..."'
         text += "".join(f"; {label}: {files}" for label, files in corpus.source.contents.items())
@@ -305,8 +305,8 @@ class RankChecks:
         text += f"written in {ended - last['time']:.1f} s, and sound"
         if not abs(loss - math.log(corpus.vocab_size)) < 2:  # a new model's may exceed it by 0.9
             raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
-        if run.update is not None and run.update.without_graphs is not None:
-            raise UserWarning(f"{text}. Without CUDA graphs: {run.update.without_graphs}")
+        if run.update is not None and run.update.graph_failure is not None:
+            raise UserWarning(f"{text}. Without CUDA graphs: {run.update.graph_failure}")
         if ranks.device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
             text += f"; peak {peak / 1e9:.2g} GB"

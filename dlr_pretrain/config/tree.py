@@ -407,7 +407,7 @@ class Config:
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
 
-    def without_graphs(self, world_size: int) -> str | None:
+    def why_no_graphs(self, world_size: int) -> str | None:
         """Why a GPU does not replay micro-batches as CUDA graphs; None if it does."""
         if not self.compile or not self.cuda_graphs:
             return "cuda_graphs=false" if self.compile else "compile=false"

@@ -35,7 +35,7 @@ PREFETCHED_BATCHES = 8  # hide the time in which a stream reads its next block
 CLOSE_SECONDS = 5.0  # longest wait for a read that hangs on the network; all threads are daemons
 POLL_SECONDS = 0.5  # between checks of whether to keep waiting
 
-State = dict[str, list[int]]  # the position of each stream
+Positions = dict[str, list[int]]  # of streams in the text, by the number of the stream
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Batch:
     tokens: torch.Tensor  # uint16 (int32 above 65,536 ids) [local_batch, seq_len + 1], padded
     lengths: torch.Tensor  # int32 [local_batch], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
-    state: State  # the positions of this rank's streams after this batch
+    positions: Positions  # of this rank's streams after this batch
     separator: int | None = None  # with data.mask_documents: the id that ends a document
     record: dict[str, float] = field(default_factory=dict)  # how far each source of a mixture has been read
 
@@ -59,27 +59,30 @@ class Batch:
 class TrainLoader:
     """Yields batches indefinitely.
 
-    ``state`` is the union of ``Batch.state`` over all ranks at one step, for any number of ranks; None starts at the
-    beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each. So the
-    batches of all ranks, joined in rank order, are the same global batch for any W.
+    ``positions`` is the union of ``Batch.positions`` over all ranks at one step, for any number of ranks; None starts
+    at the beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each.
+    So the batches of all ranks, joined in rank order, are the same global batch for any W.
     """
 
     def __init__(
-        self, cfg: Config, source: Source, tokenizer: Tokenizer, rank: int, world_size: int, state: State | None
+        self,
+        cfg: Config,
+        source: Source,
+        tokenizer: Tokenizer,
+        rank: int,
+        world_size: int,
+        positions: Positions | None = None,
     ):
-        share = cfg.num_streams // world_size
-        streams = range(rank * share, (rank + 1) * share)
-        positions = {v: state[str(v)] if state is not None else [] for v in streams}
+        count = cfg.num_streams // world_size
+        streams = range(rank * count, (rank + 1) * count)
+        own = {v: positions[str(v)] if positions is not None else [] for v in streams}
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(PREFETCHED_BATCHES)
         self._closed = threading.Event()
-        self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
+        self._batches = _batches(cfg, source, tokenizer, own, self._closed)
         self._thread = threading.Thread(target=self._produce, name="data", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> Batch:
-        return self.take(lambda: False)
-
-    def take(self, stop: Callable[[], bool], timeout: float = math.inf) -> Batch:
+    def take(self, stop: Callable[[], bool] = lambda: False, timeout: float = math.inf) -> Batch:
         """The next batch.
 
         Raises Stopped if ``stop()`` is true while no batch is ready, and Stalled if none is ready within ``timeout``
@@ -163,14 +166,14 @@ def _batches(
     separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
         tokens = np.empty((len(rows) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
-        lengths, state = np.empty(len(tokens), np.int32), {}
+        lengths, after = np.empty(len(tokens), np.int32), {}
         for number in range(len(tokens)):
             v = streams[number // each]
             tokens[number], lengths[number], position = next(rows[v])
-            state[str(v)] = list(position)
+            after[str(v)] = list(position)
         real = int(np.minimum(lengths, seq_len).sum())
-        record = source.progress(cfg, state[str(streams[0])][0]) if isinstance(source, Mixture) else {}
-        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator, record)
+        record = source.progress(cfg, after[str(streams[0])][0]) if isinstance(source, Mixture) else {}
+        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, after, separator, record)
 
 
 @dataclass(frozen=True)

@@ -81,19 +81,19 @@ def export(
     tokenizer_path: Path,
     record: dict[str, object],
     ids: Tensor | None = None,
-    merge: bool = False,
+    dense: bool = False,
     dtype: torch.dtype | None = None,
 ) -> str:
     """Write ``folder`` from the ``folded`` tensors of ``cfg``'s model, by exported names; returns how it was checked.
 
     ``tokenizer_path`` is a file or folder. ``record`` has the run's final numbers by name, for the README and
-    ``fold.json``. ``merge`` and ``dtype`` are those of ``deployed``. With token ``ids`` [B, T], the model that
+    ``fold.json``. ``dense`` and ``dtype`` are those of ``deployed``. With token ``ids`` [B, T], the model that
     transformers loads is compared with our own, on the CPU.
 
     Raises UserError if the folder does not compute what was trained; it then remains as ``.<folder>.partial``. An
     earlier folder is renamed to ``<folder>_1`` (or 2, 3, ...).
     """
-    exported, tensors = deployed(cfg, folded, merge, dtype)
+    exported, tensors = deployed(cfg, folded, dense, dtype)
     rows, tokenizer = tensors["model.embed_tokens.weight"], load_tokenizer(tokenizer_path)
     special_ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
     settings = model_config(exported, len(rows), rows.dtype) | special_ids
@@ -112,7 +112,7 @@ def export(
             return NO_LAYER.format(exported.backbone.name)
         if ids is None:
             return "not verified"
-        reference = (tensors, torch.float32) if exported is cfg else (folded, rows.dtype)  # a merge rounds once more
+        reference = (tensors, torch.float32) if exported is cfg else (folded, rows.dtype)  # those are rounded again
         return agreement(draft, cfg, tokenizer, *reference, ids)
 
 
@@ -149,16 +149,16 @@ def _rename_earlier(folder: Path) -> None:
 
 
 def deployed(
-    cfg: Config, tensors: dict[str, Tensor], merge: bool = False, dtype: torch.dtype | None = None
+    cfg: Config, tensors: dict[str, Tensor], dense: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[Config, dict[str, Tensor]]:
     """The configuration and tensors to export for a run of ``cfg`` that ended with the folded ``tensors``.
 
     A backbone whose layers are deployed as dense weights (``Layer.deployed_dense``) becomes a plain LLaMA; with
-    ``merge`` every backbone does. The weights are computed in fp32, rounded once to the dtype of ``tensors``, and cast
+    ``dense`` every backbone does. The weights are computed in fp32, rounded once to the dtype of ``tensors``, and cast
     to ``dtype``. Raises UserError if a backbone cannot be merged.
     """
     dtype = dtype or tensors["model.embed_tokens.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
-    if cfg.backbone.name != DENSE.name and (merge or deployed_dense(cfg)):
+    if cfg.backbone.name != DENSE.name and (dense or deployed_dense(cfg)):
         cfg, tensors = replace(cfg, backbone=DENSE), _merged(cfg, tensors)
     return cfg, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 

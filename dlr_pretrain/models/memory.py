@@ -90,7 +90,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateByte
         "optimizer": state_bytes(cfg.optimizer, optimized, partial(split, model)),
         "activations": activations, "peak": peak, "gradients": gradients + of_alphas,
         "held": gradients if summed else 0, "gathered": 0, "reduced": reduced, "start": 0,
-        "graphs": 0 if cfg.without_graphs(ranks) else forward_bytes(model, *positions, masked),
+        "graphs": 0 if cfg.why_no_graphs(ranks) else forward_bytes(model, *positions, masked),
     }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int, state_bytes: StateBytes) 
     if cfg.parallel.name == "hsdp" and reduced != state:  # torch keeps the sum over nodes beside its cast
         gathered += sum(p.numel() for p in trained.values()) * reduced.itemsize
     gradients, graphs = sum(p.nbytes for p in trained.values()), 0
-    if cfg.without_graphs(ranks) is None:
+    if cfg.why_no_graphs(ranks) is None:
         graphs = some * working.itemsize + forward_bytes(model, *positions, masked=masked)
     return {
         "weights": sum(p.nbytes for p in local.values()) + _size(model.buffers()) + residuals, "masters": 0,

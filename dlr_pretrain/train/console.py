@@ -110,7 +110,7 @@ def describe_run(cfg: Config, run_dir: Path, ranks: Ranks, corpus: Corpus, model
     vocabulary, validation = model.model.embed_tokens.num_embeddings, corpus.validation
     how = [cfg.precision.name, describe_device(ranks.device), *(["compiled"] if cfg.compile else [])]
     if ranks.device.type == "cuda":
-        reason = cfg.without_graphs(world)
+        reason = cfg.why_no_graphs(world)
         how.append(f"no CUDA graphs: {reason}" if reason else "micro-batches as CUDA graphs")
     table = {
         "run": str(run_dir),

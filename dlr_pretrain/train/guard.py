@@ -150,7 +150,7 @@ class Guard:
 
     def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> bool:
         """Write this rank's rows of a batch to a file, for inspection. Returns False if there are enough files."""
-        if not batch.state:  # an empty batch
+        if not batch.positions:  # an empty batch
             return True
         if len([*self.folder.glob(f"*_rank_{self.ranks.rank}.json")]) >= MOST_KEPT:
             return False

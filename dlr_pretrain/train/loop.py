@@ -108,7 +108,7 @@ class Loop:
             outcome = arrived()
             if not self.guard.review(state, step, outcome, batch):
                 break
-            state.streams = batch.state
+            state.streams = batch.positions
             state.tokens += self.update.tokens
             state.real_tokens += int(outcome.real_tokens)
             self.report(self.meter.record(step, outcome, state) | batch.record, evaluates and step == state.step)

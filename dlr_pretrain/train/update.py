@@ -77,11 +77,11 @@ class Update:
         summed_in = parallel.gradient_groups(model, ranks.world_size), sum_dtype(cfg.precision.name, ranks.world_size)
         self.compute: Compute = partial(add_gradients, model, *summed_in)
         self.micro_batch = cfg.micro_batch(ranks.world_size)
-        if ranks.device.type == "cuda" and cfg.without_graphs(ranks.world_size) is None:
+        if ranks.device.type == "cuda" and cfg.why_no_graphs(ranks.world_size) is None:
             micro_batches = cfg.train.global_batch // ranks.world_size // self.micro_batch
             self.compute = Recorded(self.compute, list(model.parameters()), micro_batches, ranks)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
-        self.without_graphs: str | None = None  # after ``close``: why micro-batches were not recorded
+        self.graph_failure: str | None = None  # after ``close``: why micro-batches were not recorded
         self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
     def __call__(
@@ -134,7 +134,7 @@ class Update:
     def close(self) -> None:
         """Free the CUDA graphs, before the process group that they use ends."""
         if isinstance(self.compute, Recorded):
-            self.without_graphs = self.compute.failure
+            self.graph_failure = self.compute.failure
             self.compute = self.compute.compute
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:

@@ -71,7 +71,7 @@ class Trained:
         """The model at ``step`` in fp32, as a configuration and its tensors: of a plain LLaMA where all is linear."""
         folded = folded_tensors(self.cfg, self.state(step))
         try:
-            return deployed(self.cfg, folded, merge=True, dtype=torch.float32)
+            return deployed(self.cfg, folded, dense=True, dtype=torch.float32)
         except UserError:  # a projection is no single matrix
             return deployed(self.cfg, folded, dtype=torch.float32)
 

@@ -125,7 +125,7 @@ def test_a_configuration_knows_why_it_has_no_graphs():
         (("compile=true", "cuda_graphs=false"), "cuda_graphs=false"),
         (("compile=true", *hsdp), "hsdp sums several micro-batches outside their gradients"),
     ):
-        assert config((*COLA, *words), 4).without_graphs(4) == reason
+        assert config((*COLA, *words), 4).why_no_graphs(4) == reason
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -152,9 +152,9 @@ def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=No
         ranks = (TrainLoader(cfg, source, tokenizer, rank, world_size, state) for rank in range(world_size))
         loaders = [opened.enter_context(closing(loader)) for loader in ranks]
         for _ in range(steps):
-            batches = [next(loader) for loader in loaders]
+            batches = [loader.take() for loader in loaders]
             rows = zip(*(inputs_and_targets(batch.tokens, batch.lengths) for batch in batches), strict=True)
-            merged = {stream: place for batch in batches for stream, place in batch.state.items()}
+            merged = {stream: place for batch in batches for stream, place in batch.positions.items()}
             real = sum(batch.real_tokens for batch in batches)
             out.append((*map(torch.cat, rows), real, json.loads(json.dumps(merged))))
     return out

@@ -40,7 +40,7 @@ def test_an_empty_batch_has_the_form_of_a_real_one(mask):
     """Otherwise a failed rank would compile its model for another form while all ranks wait."""
     cfg = config(data__mask_documents=mask)
     with closing(TrainLoader(cfg, MemorySource(corpus(8, 9)), TOKENIZER, 0, 1, None)) as loader:
-        real = next(loader)
+        real = loader.take()
     forms = []
     for batch in (real, Batch.empty(cfg, len(real.tokens))):
         inputs = inputs_and_targets(batch.tokens, batch.lengths, batch.separator)
@@ -128,11 +128,11 @@ def test_rows_are_widened_to_inputs_and_their_next_tokens(dtype):
 def test_a_batch_is_the_ranks_share():
     cfg, source = config(global_batch=24), MemorySource(corpus(2, 40))
     loader = TrainLoader(cfg, source, TOKENIZER, 1, 2, None)
-    batch = next(loader)
+    batch = loader.take()
     loader.close()
     assert "data" not in [thread.name for thread in threading.enumerate()]  # its thread has ended
     assert batch.tokens.shape == (12, 17) and batch.tokens.dtype == torch.uint16 and batch.lengths.shape == (12,)
-    assert set(batch.state) == {"4", "5", "6", "7"}  # rank 1 of 2 owns the second half of 8 streams
+    assert set(batch.positions) == {"4", "5", "6", "7"}  # rank 1 of 2 owns the second half of 8 streams
 
 
 class Waiting(MemorySource):
@@ -154,10 +154,10 @@ def test_streams_start_in_parallel_with_the_same_batches():
         together = threading.Barrier(8)  # nobody passes until all eight have arrived
         first = Waiting(texts, lambda shard, together=together: together.wait(600))
         loader = TrainLoader(cfg, first, TOKENIZER, 0, 1, wanted[3][3] if resumed else None)
-        found = next(loader)
+        found = loader.take()
         first.wait = lambda shard: None
         loader.close()
-        assert torch.equal(found.tokens[:, :-1].long(), wanted[resumed][0]) and found.state == wanted[resumed][3]
+        assert torch.equal(found.tokens[:, :-1].long(), wanted[resumed][0]) and found.positions == wanted[resumed][3]
 
 
 @pytest.mark.parametrize("shards", [1, 8])
@@ -173,7 +173,7 @@ def test_a_stream_that_fails_ends_a_start_while_another_hangs(shards, monkeypatc
     loader = TrainLoader(config(), Waiting(corpus(shards, 40), wait), TOKENIZER, 0, 1, None)
     for _ in range(2):  # the error stays
         with pytest.raises(UserError, match="shard-0 is gone"):
-            next(loader)
+            loader.take()
     hang.set()
     loader.close()
 
@@ -191,7 +191,7 @@ def test_a_wait_for_data_can_stop_and_continue(monkeypatch):
     found = [loader.take(lambda: False), loader.take(lambda: False)]
     loader.close()
     expected = global_batches(cfg, MemorySource(texts), TOKENIZER, 1, 2)
-    assert [batch.state for batch in found] == [state for *_, state in expected]
+    assert [batch.positions for batch in found] == [state for *_, state in expected]
 
 
 TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]

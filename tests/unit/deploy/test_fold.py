@@ -176,7 +176,7 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
     for p in model.parameters():
         p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     own, name = weights(model), "model.layers.1.mlp.up_proj"
-    _, tensors = deployed(cfg, own, merge=True)
+    _, tensors = deployed(cfg, own, dense=True)
     exact = 0.3 * (own[f"{name}.b.weight"].double() @ own[f"{name}.a.weight"].double())
     found = tensors[f"{name}.weight"]
     assert found.dtype == torch.bfloat16
@@ -188,7 +188,7 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
 def test_layers_that_are_not_a_matrix_are_not_merged(backbone):
     with pytest.raises(UserError, match=rf"backbone={backbone}: has no dense form.*Fold without --dense"):
         model = build_model(small(backbone), VOCAB, CPU)
-        deployed(small(backbone), weights(model), merge=True)
+        deployed(small(backbone), weights(model), dense=True)
 
 
 @pytest.mark.parametrize("choice", [
