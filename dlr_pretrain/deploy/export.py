@@ -209,10 +209,11 @@ def layers_source(cfg: Config) -> str:
 
 
 def require_exportable(cfg: Config) -> str:
-    """Raise UserError if the exported layer of a backbone cannot be built, or computes something else than its layer.
+    """Raise UserError if the exported layer of a user's backbone cannot be built, or differs from the trained one.
 
-    Returns a warning if the backbone has no exported layer, else "". A run calls this first. It takes about as long as
-    initial values of two blocks, and no time for a backbone of this package: tests compare those.
+    The layers of three blocks are compared with random values, in fp32 on the CPU. The exported ones are made from the
+    text that an export holds. Returns a warning if the backbone has no exported layer, or if transformers cannot be
+    imported, else "". A run calls this first. Tests compare the layers of this package.
     """
     if deployed_dense(cfg):
         return ""
@@ -220,11 +221,9 @@ def require_exportable(cfg: Config) -> str:
         return NO_LAYER.format(cfg.backbone.name)
     if cfg.backbone.name in LAYERS and not cfg.backbone.exported_layer:
         return ""
-    try:
-        difference = layer_difference(cfg)
-    except Exception as error:  # a user's own layer may raise any
-        difference = f"cannot be used ({type(error).__name__}: {first_line(error)})"
-    if difference:
+    if failure := _import_failure():
+        return f"the exported layer of backbone={cfg.backbone.name} is not checked: {failure}"
+    if difference := layer_difference(cfg):
         fix = f"Correct exported_keys or exported_layer of {target_of(cfg.backbone)}, or this layer"
         rule = f"its exported layer {difference}"
         raise UserError(f"backbone={cfg.backbone.name}", rule, f"{fix}: see docs/extending.md")
@@ -233,60 +232,72 @@ def require_exportable(cfg: Config) -> str:
 
 @torch.no_grad()
 def layer_difference(cfg: Config) -> str:
-    """How the exported layers differ from the layers of a model of two blocks with random values; "" if they agree.
-
-    The exported layers are made from the text that an export holds. Layers are compared in fp32 on the CPU.
-    """
-    scale, dlr = replace(cfg.scale, num_layers=min(2, cfg.scale.num_layers)), replace(cfg.dlr, enabled=False)
-    cfg = replace(cfg, scale=scale, dlr=dlr)
-    model = build_model(cfg, 1, torch.device("cpu")).eval()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(cfg.seed)
-        for parameter in model.parameters():  # an initial zero or one would hide a part of the formula
-            parameter.add_(torch.randn_like(parameter), alpha=INIT_STD)
-        tensors, carried, exported = split(model, model.state_dict()), dict[Any, Any](), exported_layers(cfg)
+    """How the exported layers differ from those of training, or why they cannot be used; "" if they agree."""
+    scale, dlr = replace(cfg.scale, num_layers=min(3, cfg.scale.num_layers)), replace(cfg.dlr, enabled=False)
+    random = torch.Generator().manual_seed(cfg.seed)
+    with torch.random.fork_rng(devices=[]):  # new layers draw initial values
+        model = build_model(replace(cfg, scale=scale, dlr=dlr), 1, torch.device("cpu")).eval()
+        tensors, carried, exported = split(model, model.state_dict()), dict[Any, Any](), None
+        for value in filter(Tensor.is_floating_point, tensors.values()):  # an initial zero or one would hide a formula
+            value.add_(INIT_STD * torch.randn(value.shape, generator=random).abs() * torch.where(value < 0, -1, 1))
         for path, layer in named_layers(model):
             spec = layer.spec
-            x = torch.randn(2, 3, spec.d_in)
+            x = torch.randn(2, 3, spec.d_in, generator=random)
             z, carried[spec.names] = layer.latent(F.pad(x, (0, spec.pad_in - spec.d_in)), carried.get(spec.names))
             for name, y in zip(projections(path, layer), layer.outputs(z), strict=True):
                 own = {leaf: tensors[f"{name}.{leaf}"] for leaf, _ in layer.parts.values()}
-                other = exported(spec, name.rpartition(".")[2])
-                shapes = [{leaf: tuple(t.shape) for leaf, t in one.items()} for one in (own, other.state_dict())]
-                if differ := sorted(shapes[0].items() ^ shapes[1].items()):
-                    trained, there = (one.get(differ[0][0]) for one in shapes)
-                    return f"has other tensors: {name}.{differ[0][0]} is {trained} in training, and {there} there"
-                other.load_state_dict(own)
-                y = y[..., : spec.d_out]
-                difference = ((other(x) - y).abs().max() / y.std()).item()
-                if not difference <= LAYER_BOUND:  # NaN is beyond it too
-                    rule = "computes another formula: with random values its outputs differ from those of training by"
-                    return f"{rule} {difference:.2g} of their standard deviation, in {name}"
+                try:
+                    exported = exported or exported_layers(cfg)
+                    rule = _difference(exported(spec, name.rpartition(".")[2]), own, x, y[..., : spec.d_out])
+                except Exception as error:  # of a user's own code
+                    return f"cannot be used ({type(error).__name__}: {first_line(error)})"
+                if rule:
+                    return f"{rule}, in {name}"
     return ""
+
+
+def _difference(exported: nn.Module, tensors: dict[str, Tensor], x: Tensor, y: Tensor) -> str:
+    """How ``exported`` differs from a trained layer with these ``tensors``, which gives ``y`` for ``x``; else ""."""
+    here, there = ({leaf: tuple(t.shape) for leaf, t in one.items()} for one in (tensors, exported.state_dict()))
+    if differ := sorted(here.items() ^ there.items()):
+        leaf = differ[0][0]
+        return f"has other tensors: {leaf} is {here.get(leaf)} in training, and {there.get(leaf)} there"
+    if lost := sorted(dict(exported.named_buffers()).keys() - there.keys()):
+        return f"has a buffer with persistent=False, which transformers does not restore: {lost[0]}"
+    exported.load_state_dict(tensors)
+    given = exported(x)
+    gaps = (given - y).abs().masked_fill((given == y) | (given.isnan() & y.isnan()), 0.0)
+    difference = (gaps.nan_to_num(nan=torch.inf).max() / y[y.isfinite()].std()).item()
+    if difference <= LAYER_BOUND:
+        return ""
+    rule = "computes another formula: with random values its outputs differ from those of training by"
+    return f"{rule} {difference:.2g} of their standard deviation"
 
 
 def exported_layers(cfg: Config) -> Callable[[Spec, str], nn.Module]:
     """What makes the exported layer of a ``Spec`` and a projection's name, from the text that an export holds."""
+    with without_warnings():
+        from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig
+
     source = dict[str, Any]()
     exec(layers_source(cfg), source)
     if (layer_of := source["LAYERS"].get(cfg.backbone.name)) is None:
         raise LookupError(f"LAYERS of {EXPORTED_LAYERS.name} lacks it, and its options name no exported_layer")
-    settings, source["CALL"].latents = _layer_settings(source["Settings"], cfg), source["Latents"]()
+    if not issubclass(layer_of, source[LowRankLinear.__name__]):
+        raise TypeError(f"{layer_of.__name__} is not a subclass of {LowRankLinear.__name__}")
+    settings: Any = LowRankLlamaConfig.from_dict(model_config(cfg, 1, torch.float32))
+    source["CALL"].latents = source["Latents"]() if layer_of.crosses else None
     return lambda spec, projection: layer_of(spec.d_in, spec.d_out, settings, spec.block, projection).eval()
 
 
-def _layer_settings(declared: Any, cfg: Config) -> Any:
-    """What a layer reads of config.json: an instance of the class ``declared``, with LLaMA's own settings if asked."""
-
-    class Settings(declared):
-        def __getattr__(self, name: str) -> Any:
-            from transformers import LlamaConfig
-
-            return getattr(LlamaConfig(**vars(self)), name)
-
-    settings: Any = Settings()
-    vars(settings).update(model_config(cfg, 1, torch.float32))
-    return settings
+def _import_failure() -> str:
+    """Why transformers cannot be imported; "" if it can."""
+    try:
+        with without_warnings():
+            import transformers  # noqa: F401
+    except Exception as error:  # its own imports may fail in many ways, such as a torchvision built for another torch
+        return f"transformers cannot be imported ({first_line(error)})"
+    return ""
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
@@ -456,11 +467,8 @@ def agreement(
     the same; it sets the bound. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound,
     or if the folder's tokenizer does not return the ids of ``tokenizer``, the tokenizer of training.
     """
-    try:
-        with without_warnings():
-            import transformers  # noqa: F401
-    except Exception as error:  # its own imports may fail in many ways, such as a torchvision built for another torch
-        return f"not verified: transformers cannot be imported ({first_line(error)})"
+    if failure := _import_failure():
+        return f"not verified: {failure}"
     expected = loaded_model(cfg, tensors, torch.device("cpu"), torch.float32).logits(ids)
     exported, exported_tokenizer = open_folder(folder, torch.float32)
     difference = ((exported(input_ids=ids).logits - expected).abs().max() / expected.std()).item()

@@ -7,8 +7,8 @@
     cola_lax   the same, with a SiLU between the factors
 
 A layer is built with the widths, the configuration, the index of its block and the name of its projection, such as
-q_proj. It needs torch alone: a run builds the layers before its first step, without ``transformers``, and compares them
-with those that it trains (see ``export.require_exportable``).
+q_proj. Before the first step, a run compares the exported layer of a user's own backbone with the one that it trains
+(see ``export.require_exportable``).
 """
 
 import threading
@@ -52,6 +52,8 @@ class LowRankLinear(nn.Module):
 
     phi is a SiLU in cola, cola_lax and, unless ``activation`` is "none", lost; it is the identity in lowrank and lax.
     """
+
+    crosses = False  # True: each block reads ``CALL.latents`` of the previous one
 
     def __init__(self, d_in: int, d_out: int, config: Settings, block: int, name: str):
         super().__init__()
@@ -103,6 +105,8 @@ class TensorGate(nn.Module):
 
 class LaxLinear(LowRankLinear):
     """y = B z, z = phi(norm(A x + G(c))), where c is the previous block's z. In the first block, z = phi(A x)."""
+
+    crosses = True
 
     def __init__(self, d_in: int, d_out: int, config: Settings, block: int, name: str):
         super().__init__(d_in, d_out, config, block, name)

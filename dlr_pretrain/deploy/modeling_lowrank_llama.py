@@ -27,7 +27,7 @@ class LowRankLlamaConfig(Settings, LlamaConfig):
     @property
     def crosses(self) -> bool:
         """Whether each block reads latents of the previous one."""
-        return self.backbone in ("lax", "cola_lax")
+        return LAYERS[self.backbone].crosses
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # depends on the backbone

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
@@ -25,7 +26,7 @@ from dlr_pretrain.deploy.export import (
     write_weights,
     written_whole,
 )
-from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
+from dlr_pretrain.deploy.exported_layers import CALL, LAYERS, LaxLinear, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.train.corpus import open_corpus
 from dlr_pretrain.util import files as durable
@@ -171,7 +172,29 @@ class ForeignLinear(LowRankLinear):
 
 class LoudLinear(LowRankLinear):
     def forward(self, x):
-        return 1.01 * super().forward(x)
+        return super().forward(x) * (1.01 if self.block == 2 else 1)
+
+
+class NoLayer(nn.Module):
+    pass
+
+
+class UnsavedLinear(LowRankLinear):
+    def __init__(self, *of):
+        super().__init__(*of)
+        self.register_buffer("ramp", torch.ones(8), persistent=False)
+
+
+class CarryingLinear(LowRankLinear):
+    """A layer that reads latents without saying so by ``crosses``."""
+
+    def forward(self, x):
+        CALL.latents.by_layer[self.block, self.name] = x
+        return super().forward(x)
+
+
+class OwnLax(LaxLinear):
+    pass
 
 
 class CarefulLinear(LowRankLinear):
@@ -181,6 +204,7 @@ class CarefulLinear(LowRankLinear):
         _batch, _length, _width = x.shape
         assert self.config.attention_dropout == 0 and not hasattr(self.config, "slope")
         assert self.config.head_dim == self.config.hidden_size // self.config.num_attention_heads
+        assert self.config.num_hidden_layers == 7
         if x.isnan().any():
             raise ValueError
         return super().forward(x)
@@ -192,7 +216,26 @@ class CarefulLinear(LowRankLinear):
 
 def test_a_layer_may_read_shapes_values_and_llamas_settings(monkeypatch):
     monkeypatch.setattr(type(COLA.backbone), "exported_layer", f"{__name__}.CarefulLinear")
-    assert require_exportable(COLA) == ""
+    before = torch.get_rng_state()
+    assert require_exportable(replace(COLA, scale=replace(COLA.scale, num_layers=7))) == ""
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_of_ones_own_may_carry_latents(tmp_path, spiece, ids, monkeypatch):
+    cfg = of_kind("lax")
+    monkeypatch.setattr(type(cfg.backbone), "exported_layer", f"{__name__}.OwnLax")
+    monkeypatch.setattr(cfg.backbone, "name", "mine")
+    monkeypatch.setitem(LAYERS, "mine", OwnLax)
+    assert require_exportable(cfg) == ""
+    said = export(tmp_path / "folded", cfg, weights(trained(cfg, ROWS)), spiece, RECORD, ids)
+    assert "differ by at most" in said
+
+
+def test_an_error_of_a_trained_layer_is_its_own(monkeypatch):
+    monkeypatch.setattr(type(COLA.backbone), "exported_layer", f"{__name__}.CarefulLinear")
+    monkeypatch.setattr(COLA.backbone.layer, "activate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        require_exportable(COLA)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
@@ -215,14 +258,17 @@ def test_exported_layers_compute_what_is_trained(kind, monkeypatch):
         ({"exported_layer": f"{__name__}.ForeignLinear"}, "name 'pytest' is not defined"),
         (
             {"exported_layer": f"{__name__}.WideLinear"},
-            r"q_proj.b.weight is \(32, 8\) in training, and \(33, 8\) there",
+            r"b.weight is \(32, 8\) in training, and \(33, 8\) there, in model.layers.0.self_attn.q_proj",
         ),
         (
             {"exported_layer": f"{__name__}.LoudLinear"},
-            "computes another formula: .* by 0.0[0-9]+ of their standard deviation, in model.layers.0.self_attn.q_proj",
+            "computes another formula: .* by 0.0[0-9]+ of their standard deviation, in model.layers.2.self_attn.q_proj",
         ),
+        ({"exported_layer": f"{__name__}.NoLayer"}, "NoLayer is not a subclass of LowRankLinear"),
+        ({"exported_layer": f"{__name__}.UnsavedLinear"}, "has a buffer with persistent=False, .*: ramp"),
+        ({"exported_layer": f"{__name__}.CarryingLinear"}, "'NoneType' object has no attribute 'by_layer'"),
     ],
-    ids=["key", "name", "package", "class", "foreign code", "shape", "formula"],
+    ids=["key", "name", "package", "class", "foreign", "shape", "formula", "no layer", "buffer", "latents"],
 )
 def test_a_run_checks_the_exported_layer_before_its_text(changed, said, tmp_path, monkeypatch):
     for name, value in changed.items():
