@@ -7,6 +7,7 @@ key gets two, which let Hydra set any key. The composed tree then shows whether 
 
 import argparse
 import copy
+import glob
 import itertools
 import os
 import re
@@ -170,7 +171,10 @@ def _unreadable(key: str, value: str) -> Problem:
         fix = "A key is words joined by dots, such as train.lr; each begins with a letter"
         return Problem(key, value, "not a key to Hydra", fix)
     text = value.replace("'", "\\'")
-    return Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
+    fix = f"Quote it: \"{key}='{text}'\""
+    if value[:1] in ("{", "["):
+        fix = "Quote the text inside it, as in {root: '~/text'}"
+    return Problem(key, value, "not a plain value to Hydra", fix)
 
 
 def _option(group: str, value: str, line: CommandLine) -> str:
@@ -260,13 +264,16 @@ def _compose(words: Sequence[str], line: CommandLine) -> tuple[DictConfig, DictC
     """The configuration of one job, and Hydra's own node. Hydra composes each choice of options only once.
 
     The keys are then set as Hydra would set them. It does so itself where a word deletes, or names a package. If a file
-    of options has changed since, as in a notebook, Hydra composes anew.
+    of options may have changed since, as in a notebook, Hydra composes anew.
     """
     plain = not any(word.startswith("~") or "@" in key_of(word) for word in words)
     keys = [word for word in words if plain and word.startswith("++") and not _is_hydras(key_of(word))]
     search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
-    files = [path for folder in (CONFIG_DIR, line.config_dir) if folder for path in Path(folder).rglob("*.yaml")]
-    written = tuple((path, path.stat().st_mtime_ns) for path in sorted(files))
+    patterns = [os.path.join(folder, "**/*.yaml") for folder in (CONFIG_DIR, line.config_dir) if folder]
+    files = [path for pattern in patterns for path in sorted(glob.glob(pattern, recursive=True))]  # also behind links
+    written = tuple((path, os.stat(path).st_mtime_ns) for path in files if os.path.isfile(path))
+    if any(key_of(word) == "hydra.searchpath" for word in words):  # its files are not among these
+        _of_options.cache_clear()
     options, hydra = _of_options(line.config_name, (*search, *(word for word in words if word not in keys)), written)
     composed = copy.deepcopy(options)
     for override in map(parse_word, keys):
@@ -276,7 +283,7 @@ def _compose(words: Sequence[str], line: CommandLine) -> tuple[DictConfig, DictC
 
 
 @cache
-def _of_options(name: str, words: tuple[str, ...], _: tuple[tuple[Path, int], ...]) -> tuple[DictConfig, DictConfig]:
+def _of_options(name: str, words: tuple[str, ...], _: tuple[tuple[str, int], ...]) -> tuple[DictConfig, DictConfig]:
     composed = compose(name, [*words], return_hydra_config=True)
     OmegaConf.set_struct(composed, False)  # so that a key can be added or taken out
     return composed, composed.pop("hydra")

@@ -72,12 +72,14 @@ class Key:
     origin: bool = False  # may change on resume if text and tokenizer stay the same, which their fingerprints ensure
     binds: str | None = None  # what of a checkpoint fits only this value: its weights, moments or position in the data
     evaluates: bool = False  # losses on the validation text of runs with different values are not comparable
-    read_if: Mapping[str, tuple] = field(default_factory=dict)  # other keys, each with the values for which it is read
+    # other keys, or ".source" for one of the same section, each with the values for which this key is read
+    read_if: Mapping[str, tuple] = field(default_factory=dict)
     bounds: Mapping[str, float] = field(default_factory=dict)
 
-    def within(self, section: Key) -> Key:
-        """This key with what is true of all keys of its section."""
-        changes, read_if = self.changes or section.changes, {**section.read_if, **self.read_if}
+    def within(self, section: Key, name: str) -> Key:
+        """This key with what is true of all keys of its section, which has this ``name``."""
+        own = {f"{name}{other}" if other.startswith(".") else other: values for other, values in self.read_if.items()}
+        changes, read_if = self.changes or section.changes, {**section.read_if, **own}
         return dataclasses.replace(self, changes=changes, binds=self.binds or section.binds, read_if=read_if)
 
     def kinds(self) -> tuple[Any, tuple[str, ...], bool]:

@@ -18,7 +18,7 @@ from dlr_pretrain.config import tree
 from dlr_pretrain.config.key import ON_THE_HUB, Key
 from dlr_pretrain.config.problems import MISSING, Problem, as_typed
 from dlr_pretrain.config.run_folder import holds_weights
-from dlr_pretrain.config.tree import CONFIG_DIR, OPEN_GROUPS, Config, largest_divisor
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Config, largest_divisor
 from dlr_pretrain.config.values import all_keys, flatten, target_of, to_dict
 from dlr_pretrain.util.errors import first_line
 from dlr_pretrain.util.secrets import redact
@@ -57,7 +57,7 @@ def _reasons(name: str, key: Key, cfg: Config, values: Mapping[str, object], giv
         if other in values and values[other] not in wanted:
             group, _, leaf = other.rpartition(".")
             value = values[f"{group}.name" if leaf == "enabled" else other]
-            names_option = leaf in ("enabled", "view", "source", "name")
+            names_option = group in GROUPS and leaf in ("enabled", "view", "source", "name")
             yield f"{group}={value}" if names_option else f"{other}={as_typed(value)}"
     if name == "data.mask_documents" and "packed" not in (cfg.data.packing, cfg.eval.packing):
         yield f"data.packing={cfg.data.packing} and eval.packing={cfg.eval.packing}"

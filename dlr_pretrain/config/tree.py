@@ -153,6 +153,9 @@ class Parallel:
     )
 
 
+OF_FILES = {".source": "local"}  # of the same entry
+
+
 @dataclass
 class ValidationText:
     """A further validation set: ``eval.sets.<name>``."""
@@ -161,8 +164,8 @@ class ValidationText:
     source: Literal["tokens", "local"] = key(
         "tokens of scripts/prepare_data.py, or files of text", "tokens", origin=True
     )
-    validation_files: str | None = key("as data.validation_files", None, origin=True)
-    text_key: str = key("as data.text_key", "text", origin=True)
+    validation_files: str | None = key("as data.validation_files", None, origin=True, read_if=OF_FILES)
+    text_key: str = key("as data.text_key", "text", origin=True, read_if=OF_FILES)
 
 
 @dataclass
@@ -171,7 +174,7 @@ class MixedText(ValidationText):
 
     shared: ClassVar[Key] = section(binds="position", read_if={"data.source": "mix"})
     weight: float = key("share of the sequences, relative to the others' weights", evaluates=True, ge=1e-6, le=1e6)
-    train_files: str | None = key("as data.train_files", None, origin=True)
+    train_files: str | None = key("as data.train_files", None, origin=True, read_if=OF_FILES)
 
 
 @dataclass
@@ -443,7 +446,7 @@ OPEN_GROUPS = tuple(name for name, declared in SECTIONS.items() if issubclass(de
 def keys_in(name: str, declared: type) -> dict[str, Key]:
     """The keys that the class ``declared`` gives section ``name``, by dotted name."""
     shared = getattr(declared, "shared", section())
-    return {f"{name}.{leaf}": key.within(shared) for leaf, key in keys_of(declared)}
+    return {f"{name}.{leaf}": key.within(shared, name) for leaf, key in keys_of(declared)}
 
 
 def entry_keys(tree: Mapping[str, Any]) -> dict[str, Key]:

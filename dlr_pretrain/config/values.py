@@ -137,7 +137,8 @@ def _build(values: Mapping[str, Any]) -> Config:
         for leaf in [key.split(".")[1] for key in ENTRIES if key.startswith(f"{name}.")]:
             entries: dict[str, dict[str, Any]] = {}
             for key in [key for key in options if key.startswith(f"{leaf}.")]:
-                entries.setdefault(key.split(".")[1], {})[key.split(".")[2]] = options.pop(key)
+                entry, _, field = key.partition(".")[2].rpartition(".")  # a dot in a name is refused later
+                entries.setdefault(entry, {})[field] = options.pop(key)
             options[leaf] = {entry: ENTRIES[f"{name}.{leaf}"](**given) for entry, given in entries.items()}
         kind = options_class(name, {name: {TARGET: options.pop(TARGET)}}) if name in OPEN_GROUPS else section
         sections[name] = kind(**options)

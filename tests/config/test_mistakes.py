@@ -46,6 +46,7 @@ MISTAKES = {  # a command line, and parts of its one-line message
     "train.lr=": ["train.lr=: must be a number above 0 (peak"],
     "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
+    "data={root: (c4}": ["data={root: (c4}: not a plain value", "Quote the text inside it, as in {root: '~/text'}"],
     "logger.tags[0]=x": ["logger.tags[0]=x: not a key to Hydra", "words joined by dots"],
     "data@other=sample": ["data@other=sample: an option cannot stand elsewhere", "Write data=sample"],
     "run.root=None": ["run.root=None: must be text (folder of the runs)", "Write ./None for the path"],

@@ -58,7 +58,7 @@ def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
     share = cfg.train.global_batch // ranks.world_size
     rows = slice(ranks.rank * share, (ranks.rank + 1) * share)
     some = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
-    return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
+    return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.positions) for b in some]
 
 
 def whole_state(updates: Update) -> dict[str, Tensor]:

@@ -223,7 +223,7 @@ def test_a_recipe_can_hold_a_mixture(tmp_path):
     text = f"# @package _global_\ndefaults: [override /data: mix]\n{recipe}\neval: {{sets: {{wiki: {{root: c}}}}}}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     words = ["--config-dir", str(tmp_path), "scale=tiny", "logger=jsonl", "experiment=mine"]
-    plain, typed = load(words), load([*words, "data.sources.web.weight=3.0", "data.sources.web.text_key=text"])
+    plain, typed = load(words), load([*words, "data.sources.web.weight=3.0", "data.sources.web.source=tokens"])
     other = load([*words, "data.sources.web.weight=2"])
     assert plain.data.sources["web"].root == "a" and plain.eval.sets["wiki"].source == "tokens"
     assert typed == plain and re.fullmatch(rf"{plain.run.dir}-weight2\.0-\w{{8}}", other.run.dir)
@@ -237,6 +237,9 @@ def test_a_recipe_can_hold_a_mixture(tmp_path):
     (["data=mix", "data.sources=5"], r"data\.sources=5: must be named entries"),
     (["data=mix", "data.sources.a=5"], r"data\.sources\.a=5: a section, not a value"),
     (["data=mix", "data.sources={a b: {root: x, weight: 1}}"], r"data\.sources\.a b: a name has only letters"),
+    (["data=mix", "data.sources={v1.5: {root: x, weight: 1}}"], r"data\.sources\.v1\.5: a name has only letters"),
+    (["data=mix", "data.sources.a={root: x, weight: 1, text_key: y}"],
+     r"a\.text_key=y: would be ignored: data\.sources\.a\.source=tokens\. Leave it out"),
     (["data=mix", "data.root=x", "data.sources.a={root: x, weight: 1}"], r"data\.root=x: would be ignored"),
     (["data=sample", "data.sources.a={root: x, weight: 1}"], r"\.a\.root=x: would be ignored: data=sample"),
     (["data=mix", "data.sources.a={root: x, weight: 1}", "eval.sets.a={root: y}"], r"data\.sources\.a is ev"),
