@@ -135,13 +135,17 @@ def test_a_users_own_options_and_recipes_work(own):
     )
     (said,) = problems(own, *SMALL, "backbone=gone")
     assert said.startswith("backbone._target_=no_such_package.Options: cannot be imported") and "PYTHONPATH" in said
-    for words in ([own], [f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]"]):
+    folder = Path(own.removeprefix("--config-dir="))
+    (linked := folder / "linked").mkdir()
+    (linked / "scale").symlink_to(folder / "scale")
+    ways = ([own], [f"--config-dir={linked}"], [f"hydra.searchpath=[{folder}]"])
+    for words in ways:
         cfg = config(*words, "scale=3b")
         assert (cfg.scale.num_layers, cfg.scale.hidden_size, cfg.train.steps) == (36, 2048, 140_000)
-    scale = Path(own.removeprefix("--config-dir="), "scale", "3b.yaml")
+    scale = folder / "scale" / "3b.yaml"
     scale.write_text(scale.read_text().replace("36", "40"))
     os.utime(scale, ns=(0, 0))  # a file system may date both writes alike
-    assert config(own, "scale=3b").scale.num_layers == 40
+    assert [config(*words, "scale=3b").scale.num_layers for words in ways] == [40, 40, 40]
     cfg = config(own, "+experiment=mine/grid")
     assert (cfg.scale.name, cfg.backbone.name, cfg.dlr.enabled, cfg.train.lr) == ("1b", "cola", True, 0.5)
     assert cfg.run.dir == "runs/1b-cola-dlr_on-grid-s42"
