@@ -73,7 +73,7 @@ def describe_differences(changed: Mapping[str, tuple[object, object]], between: 
     """The result of ``differences`` as text. Hashes stand for files, which the manifests of the runs name."""
 
     def described(name: str, there: object, here: object) -> str:
-        if re.search(r"\b[0-9a-f]{16,64}$", str(there)):  # of a validation set, the number of tokens precedes it
+        if re.search(r"(^| )[0-9a-f]{16,64}$", str(there)):  # of a validation set, the number of tokens precedes it
             return f"{name}: {HASHED.get(name, 'other contents')} than there (see {MANIFEST})"
         return f"{name}: {as_typed(there)} there, {as_typed(here)} here"
 

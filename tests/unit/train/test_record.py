@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 import dlr_pretrain
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
+from dlr_pretrain.config.identity import describe_differences
 from dlr_pretrain.config.run_folder import require_run_folder
 from dlr_pretrain.train import record
 from dlr_pretrain.train.record import (
@@ -127,6 +128,12 @@ def test_another_run_may_start_from_what_fits_it(tmp_path, word, from_weights, f
     text = str(refused.value)
     assert ("run.start_from=" in text, "run.start_optimizer" in text) == (from_weights, from_moments)
     assert "data.shards: another text than there (see manifest.json)" in text and "a" * 16 not in text
+
+
+def test_a_hash_is_told_as_contents_and_a_number_as_it_is():
+    changed = {"eval.text.web": (f"9 tokens of {'a' * 64}", f"9 tokens of {'b' * 64}"), "train.lr": (1 / 3, 0.25)}
+    said = "eval.text.web: other contents than there (see manifest.json), train.lr: 0.3333333333333333 there, 0.25 here"
+    assert describe_differences(changed) == said
 
 
 def test_a_run_has_the_default_of_a_newer_key(tmp_path):
