@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
@@ -22,20 +22,18 @@ from string import Template
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.config.run_folder import exported_folder, read_record
 from dlr_pretrain.config.shape import settings_of
-from dlr_pretrain.config.values import target_of
 from dlr_pretrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.exported_layers import LAYERS, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
-from dlr_pretrain.models.adapter import load_, split
+from dlr_pretrain.models.adapter import load_
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.layer import INIT_STD, Spec, named_layers, projections
+from dlr_pretrain.models.layer import named_layers, projections
 from dlr_pretrain.models.llama import Llama, build_model
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import LOCK, locked, read_json, share_mode, sync, write_text
@@ -68,7 +66,6 @@ matrices here.
 # full). An unfolded residual gives 0.4, a wrong RoPE base 0.06 to 0.14. Rounding errors grow with training: the fp32
 # and fp64 logits of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
 LOGIT_BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
-LAYER_BOUND = 1e-5  # the largest difference in an output of a layer, in standard deviations; lost at 1b: 5e-7
 VERIFIED_SEQUENCES = 2
 PROMPT, CONTINUED = 16, 48  # tokens in ``sample.json``: from the validation text, and generated
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
@@ -208,89 +205,7 @@ def layers_source(cfg: Config) -> str:
     return f"{text}\n\n{inspect.getsource(layer)}\n\nLAYERS[{cfg.backbone.name!r}] = {layer.__name__}\n"
 
 
-def require_exportable(cfg: Config) -> str:
-    """Raise UserError if the exported layer of a user's backbone cannot be built, or differs from the trained one.
-
-    The layers of three blocks are compared with random values, in fp32 on the CPU. The exported ones are made from the
-    text that an export holds. Returns a warning if the backbone has no exported layer, or if transformers cannot be
-    imported, else "". A run calls this first. Tests compare the layers of this package.
-    """
-    if deployed_dense(cfg):
-        return ""
-    if exported_keys(cfg) is None:
-        return NO_LAYER.format(cfg.backbone.name)
-    if cfg.backbone.name in LAYERS and not cfg.backbone.exported_layer:
-        return ""
-    if failure := _import_failure():
-        return f"the exported layer of backbone={cfg.backbone.name} is not checked: {failure}"
-    if difference := layer_difference(cfg):
-        fix = f"Correct exported_keys or exported_layer of {target_of(cfg.backbone)}, or this layer"
-        rule = f"its exported layer {difference}"
-        raise UserError(f"backbone={cfg.backbone.name}", rule, f"{fix}: see docs/extending.md")
-    return ""
-
-
-@torch.no_grad()
-def layer_difference(cfg: Config) -> str:
-    """How the exported layers differ from those of training, or why they cannot be used; "" if they agree."""
-    scale, dlr = replace(cfg.scale, num_layers=min(3, cfg.scale.num_layers)), replace(cfg.dlr, enabled=False)
-    random = torch.Generator().manual_seed(cfg.seed)
-    with torch.random.fork_rng(devices=[]):  # new layers draw initial values
-        model = build_model(replace(cfg, scale=scale, dlr=dlr), 1, torch.device("cpu")).eval()
-        tensors, carried, exported = split(model, model.state_dict()), dict[Any, Any](), None
-        for value in filter(Tensor.is_floating_point, tensors.values()):  # an initial zero or one would hide a formula
-            value.add_(INIT_STD * torch.randn(value.shape, generator=random).abs() * torch.where(value < 0, -1, 1))
-        for path, layer in named_layers(model):
-            spec = layer.spec
-            x = torch.randn(2, 3, spec.d_in, generator=random)
-            z, carried[spec.names] = layer.latent(F.pad(x, (0, spec.pad_in - spec.d_in)), carried.get(spec.names))
-            for name, y in zip(projections(path, layer), layer.outputs(z), strict=True):
-                own = {leaf: tensors[f"{name}.{leaf}"] for leaf, _ in layer.parts.values()}
-                try:
-                    exported = exported or exported_layers(cfg)
-                    rule = _difference(exported(spec, name.rpartition(".")[2]), own, x, y[..., : spec.d_out])
-                except Exception as error:  # of a user's own code
-                    return f"cannot be used ({type(error).__name__}: {first_line(error)})"
-                if rule:
-                    return f"{rule}, in {name}"
-    return ""
-
-
-def _difference(exported: nn.Module, tensors: dict[str, Tensor], x: Tensor, y: Tensor) -> str:
-    """How ``exported`` differs from a trained layer with these ``tensors``, which gives ``y`` for ``x``; else ""."""
-    here, there = ({leaf: tuple(t.shape) for leaf, t in one.items()} for one in (tensors, exported.state_dict()))
-    if differ := sorted(here.items() ^ there.items()):
-        leaf = differ[0][0]
-        return f"has other tensors: {leaf} is {here.get(leaf)} in training, and {there.get(leaf)} there"
-    if lost := sorted(dict(exported.named_buffers()).keys() - there.keys()):
-        return f"has a buffer with persistent=False, which transformers does not restore: {lost[0]}"
-    exported.load_state_dict(tensors)
-    given = exported(x)
-    gaps = (given - y).abs().masked_fill((given == y) | (given.isnan() & y.isnan()), 0.0)
-    difference = (gaps.nan_to_num(nan=torch.inf).max() / y[y.isfinite()].std()).item()
-    if difference <= LAYER_BOUND:
-        return ""
-    rule = "computes another formula: with random values its outputs differ from those of training by"
-    return f"{rule} {difference:.2g} of their standard deviation"
-
-
-def exported_layers(cfg: Config) -> Callable[[Spec, str], nn.Module]:
-    """What makes the exported layer of a ``Spec`` and a projection's name, from the text that an export holds."""
-    with without_warnings():
-        from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig
-
-    source = dict[str, Any]()
-    exec(layers_source(cfg), source)
-    if (layer_of := source["LAYERS"].get(cfg.backbone.name)) is None:
-        raise LookupError(f"LAYERS of {EXPORTED_LAYERS.name} lacks it, and its options name no exported_layer")
-    if not issubclass(layer_of, source[LowRankLinear.__name__]):
-        raise TypeError(f"{layer_of.__name__} is not a subclass of {LowRankLinear.__name__}")
-    settings: Any = LowRankLlamaConfig.from_dict(model_config(cfg, 1, torch.float32))
-    source["CALL"].latents = source["Latents"]() if layer_of.crosses else None
-    return lambda spec, projection: layer_of(spec.d_in, spec.d_out, settings, spec.block, projection).eval()
-
-
-def _import_failure() -> str:
+def import_failure() -> str:
     """Why transformers cannot be imported; "" if it can."""
     try:
         with without_warnings():
@@ -467,7 +382,7 @@ def agreement(
     the same; it sets the bound. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound,
     or if the folder's tokenizer does not return the ids of ``tokenizer``, the tokenizer of training.
     """
-    if failure := _import_failure():
+    if failure := import_failure():
         return f"not verified: {failure}"
     expected = loaded_model(cfg, tensors, torch.device("cpu"), torch.float32).logits(ids)
     exported, exported_tokenizer = open_folder(folder, torch.float32)

@@ -8,7 +8,7 @@
 
 A layer is built with the widths, the configuration, the index of its block and the name of its projection, such as
 q_proj. Before the first step, a run compares the exported layer of a user's own backbone with the one that it trains
-(see ``export.require_exportable``).
+(see ``exportable.py``).
 """
 
 import threading

@@ -7,7 +7,7 @@ from pathlib import Path
 from dlr_pretrain import data
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.run_folder import read_record
-from dlr_pretrain.deploy.export import require_exportable
+from dlr_pretrain.deploy.exportable import require_exportable
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError

@@ -16,16 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import (
-    export,
-    exported_keys,
-    layer_difference,
-    modeling,
-    open_folder,
-    require_exportable,
-    write_weights,
-    written_whole,
-)
+from dlr_pretrain.deploy import exportable
+from dlr_pretrain.deploy.export import export, exported_keys, modeling, open_folder, write_weights, written_whole
+from dlr_pretrain.deploy.exportable import layer_difference, require_exportable
 from dlr_pretrain.deploy.exported_layers import CALL, LAYERS, LaxLinear, LowRankLinear
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.train.corpus import open_corpus
@@ -241,7 +234,7 @@ def test_an_error_of_a_trained_layer_is_its_own(monkeypatch):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
 def test_exported_layers_compute_what_is_trained(kind, monkeypatch):
     assert layer_difference(of_kind(kind)) == ""
-    monkeypatch.setattr(export_module, "LAYER_BOUND", -1)  # they were compared
+    monkeypatch.setattr(exportable, "LAYER_BOUND", -1)  # they were compared
     assert "in model.layers.0.self_attn.q_proj" in layer_difference(of_kind(kind))
 
 
