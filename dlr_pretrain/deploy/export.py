@@ -128,12 +128,13 @@ def written_whole(folder: Path) -> Iterator[Path]:
         for path in set(draft.iterdir()) - {draft / LOCK}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield draft
-        for path in (*draft.rglob("*"), draft):
+        for path in draft.rglob("*"):
             sync(path)
+        (draft / LOCK).unlink()  # only now: another process would clear the draft
+        sync(draft)
         if folder.exists():
             _rename_earlier(folder)
-        draft.rename(folder)  # with its lock: until now no other process may clear the draft
-        (folder / LOCK).unlink()
+        draft.rename(folder)
         sync(folder.parent)
 
 

@@ -117,13 +117,18 @@ def test_a_folder_is_whole_before_it_has_its_name(tmp_path, spiece, monkeypatch)
     def named(self, target):
         if self.name.endswith(".partial"):
             assert {self, *self.rglob("*")} <= synced
+        return rename(self, target)
+
+    def flushed(path):
+        if path.name == WEIGHTS:
             with pytest.raises(UserError, match="is being written by process"), written_whole(folder):
                 pass
-        return rename(self, target)
+        synced.add(path)
+        sync(path)
 
     sync = durable.sync
     for module in (durable, export_module):
-        monkeypatch.setattr(module, "sync", lambda path: (synced.add(path), sync(path)))
+        monkeypatch.setattr(module, "sync", flushed)
     monkeypatch.setattr(Path, "rename", named)
     export(folder, COLA, tensors, spiece, {"step": 1})
     assert not (folder / LOCK).exists()
