@@ -78,7 +78,7 @@ unpack() { # PACK to a folder of this machine, once
 }
 
 limited() { # name, most seconds, command: logs its output in the slice's log; in `list` only prints it
-  local name=$1 most=$2 code=0 left start=$SECONDS
+  local name=$1 most=$(($2 * patience)) code=0 left start=$SECONDS
   shift 2
   if [ "$stage" = list ]; then
     printf '%s %s:' "$slice" "$name"
@@ -248,9 +248,9 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
   device=cuda trains_on=cuda seeds=seed=42,43 rows_60m=512 rows_1b=64 few_1b=16 rows_7b=8 compiled=compile=true
   small=() few_layers=() tiny=() trains_small=() collect=() rounds=(--rounds 30) trace=(--trace)
   recorded=(--variant "$compiled" --variant "$compiled cuda_graphs=false")
-  runs=("${recorded[@]}")
+  runs=("${recorded[@]}") patience=1
   if [ -n "${GPU_REHEARSAL:-}" ]; then
-    rows_60m=4 rows_1b=4 few_1b=2 rows_7b=2
+    rows_60m=4 rows_1b=4 few_1b=2 rows_7b=2 patience=10 # its host may have other work
     few_layers=(scale.num_layers=1) collect=(--collect-only) rounds=(--rounds 6 --warmup 1) trace=() STEPS=4
     trains_on=cpu seeds=seed=42 # a run checks values, which a stand-in device does not compute
     small=("${few_layers[@]}" "$compiled")
@@ -288,7 +288,7 @@ main() { # bash reads it whole before it runs, so an edit of this file does not 
   for slice in "${slices[@]}"; do
     mkdir -p "$out/$slice"
     log=$out/$slice/log.txt
-    until=$((SECONDS + (${LIMIT:-9999} < seconds[$slice] ? LIMIT : seconds[$slice])))
+    until=$((SECONDS + (${LIMIT:-9999} < seconds[$slice] ? LIMIT : seconds[$slice]) * patience))
     for stage in ${STAGES:-times check}; do slice_$slice; done
   done
   if [ ${#failed[@]} -gt 0 ]; then
