@@ -153,7 +153,7 @@ class Parallel:
     )
 
 
-OF_FILES = {".source": "local"}  # of the same entry
+LOCAL_ENTRY = {".source": "local"}  # of the same source or set
 
 
 @dataclass
@@ -164,8 +164,8 @@ class ValidationText:
     source: Literal["tokens", "local"] = key(
         "tokens of scripts/prepare_data.py, or files of text", "tokens", origin=True
     )
-    validation_files: str | None = key("as data.validation_files", None, origin=True, read_if=OF_FILES)
-    text_key: str = key("as data.text_key", "text", origin=True, read_if=OF_FILES)
+    validation_files: str | None = key("as data.validation_files", None, origin=True, read_if=LOCAL_ENTRY)
+    text_key: str = key("as data.text_key", "text", origin=True, read_if=LOCAL_ENTRY)
 
 
 @dataclass
@@ -174,7 +174,7 @@ class MixedText(ValidationText):
 
     shared: ClassVar[Key] = section(binds="position", read_if={"data.source": "mix"})
     weight: float = key("share of the sequences, relative to the others' weights", evaluates=True, ge=1e-6, le=1e6)
-    train_files: str | None = key("as data.train_files", None, origin=True, read_if=OF_FILES)
+    train_files: str | None = key("as data.train_files", None, origin=True, read_if=LOCAL_ENTRY)
 
 
 @dataclass

@@ -200,8 +200,8 @@ def validation_sets(cfg: Config, tokenizer: Tokenizer) -> dict[str, ValidationSe
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
     """The first validation documents in file order that reach ``eval.tokens`` real tokens, or else all of them.
 
-    Packed text is cut after that many tokens. A padded document is not cut there, because it fills a sequence. In a
-    mixture, each source contributes tokens in proportion to its weight. Raises UserError if there is no text.
+    Packed text is cut after that many tokens. A padded document is not cut there, because it fills a sequence. The
+    tokens of a mixture are split among its sources by weight. Raises UserError if there is no text.
     """
     if isinstance(source, Mixture):
         sets = {}

@@ -1,7 +1,7 @@
 """A mixture of texts: each stream draws its sequences from several sources, in proportion to their weights.
 
-Which source a sequence comes from is a function of ``data.seed``, its stream and its number in the stream. Of the first
-n sequences of a stream, about w n come from a source of weight w: within 1 of two sources, within 2 of a few. Streams
+The source of a sequence depends only on ``data.seed``, the stream, and the position in the stream. Of the first n
+sequences of a stream, about w n come from a source of weight w: within 1 of two sources, within 2 of a few. Streams
 round up at different sequences, so all of them together are about as close. As without a mixture, all streams reach the
 end of a source together. Each source has its own epochs.
 
